@@ -29,7 +29,7 @@ from robust_train.host.engine import guest_rank
 from robust_train.host.job_logging import logged_to_screen, shorten_lines
 from robust_train.host.loggers import change_words, lines_shown
 from robust_train.host.signals import end_without_traceback_if_uncaught, is_at_prompt
-from robust_train.launcher.driver import driver_of
+from robust_train.launcher.driver import make_driver
 from robust_train.launcher.job import Job
 from robust_train.launcher.plan import Plan, plan_job
 from robust_train.model.errors import ConfigError
@@ -146,7 +146,7 @@ def run_job(
             lost = effects_lost_in_attempts(plan.trainer_ref)
             if lost is not None:
                 log.warning("%s", lost)
-            driver = driver_of(plan, has_remedies=remedies)
+            driver = make_driver(plan, has_remedies=remedies)
             return Job(plan, driver, show_end=show).run()
         from robust_train.launcher.guest import RankDriver
 

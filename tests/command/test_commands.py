@@ -214,7 +214,7 @@ def test_json_has_the_documented_keys(line, here, capsys):
     run_dir.mkdir()
     with SignalWatch() as signals, folder_in(run_dir, signals) as folder:
         Summary("completed", run_dir, result=0.5).write()
-        folder.ended("completed", None)
+        folder.record_end("completed", None)
     code = main([*line.replace("RUN", str(run_dir)).split(" "), "--json"])
     content = json.loads(capsys.readouterr().out)
     assert KEYS[line] <= content.keys()

@@ -11,7 +11,7 @@ import pytest
 from another_user import as_another_user, needs_root
 from robust_train.features.provenance.environment import Provenance
 from robust_train.gpu.bounded import ask
-from robust_train.model.errors import EXIT_TRY_LATER, limit_reached
+from robust_train.model.errors import EXIT_TRY_LATER, find_limit_error
 
 
 def test_too_few_open_files_name_the_limit(tmp_path):
@@ -22,7 +22,7 @@ def test_too_few_open_files_name_the_limit(tmp_path):
     )
     assert ended.returncode == EXIT_TRY_LATER
     (line,) = ended.stderr.splitlines()
-    assert line.endswith("a process may have 12 here; allow it more: ulimit -n 1024")
+    assert line.endswith("the limit of a process is 12; raise it: ulimit -n 1024")
 
 
 @pytest.mark.parametrize(
@@ -34,11 +34,11 @@ def test_too_few_open_files_name_the_limit(tmp_path):
     ],
 )
 def test_each_limit_is_named_and_may_pass(number, words):
-    limit = limit_reached(OSError(number, "words of the system"))
+    limit = find_limit_error(OSError(number, "words of the system"))
     assert words in str(limit)
     assert limit.exit_code == EXIT_TRY_LATER
-    assert limit_reached(OSError(errno.ENOSPC, "full")) is None
-    assert limit_reached(ValueError()) is None
+    assert find_limit_error(OSError(errno.ENOSPC, "full")) is None
+    assert find_limit_error(ValueError()) is None
 
 
 @needs_root
@@ -50,7 +50,7 @@ def test_a_lack_of_threads_costs_no_job(tmp_path):
         assert Provenance(tmp_path, (), {}).short() is None
         with pytest.raises(RuntimeError) as refused:
             ask(os.getpid, 1.0)
-        assert "ulimit -u is 1)" in str(limit_reached(refused.value))
+        assert "ulimit -u is 1)" in str(find_limit_error(refused.value))
 
     with as_another_user(fill):
         pass

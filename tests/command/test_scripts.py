@@ -480,7 +480,7 @@ def test_steps_of_resumed_attempts_start_where_saved():
     assert unknown.after(Progress(6, 20)).after(Progress(9, 20)).start_step == 5
     assert unknown.after(TrainingStarted(0)).after(Progress(6, 20)).start_step == 0
 
-    itself = replace(unknown, resumed_from=None).after(Progress(6, 20)).resumed_like
+    itself = replace(unknown, resumed_from=None).after(Progress(6, 20)).infer_start_step
     assert itself(Attempt(1, first.spec).after(Progress(1, 20))).start_step == 5
     assert itself(Attempt(1, first.spec).after(Progress(6, 20))).start_step == 0, "it began again"
 

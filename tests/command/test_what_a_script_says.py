@@ -27,7 +27,7 @@ from robust_train.config.placeholders import ScriptValues, decimal, literal, pla
 from robust_train.config.schema import RobustConfig
 from robust_train.folder.checkpoints import is_whole
 from robust_train.host.linux import release_blocks
-from robust_train.launcher.ending import failure_of_script, last_words
+from robust_train.launcher.script_output import classify_script_exit, quote_output_end
 from robust_train.model.events import (
     CheckpointSaved,
     Progress,
@@ -323,7 +323,7 @@ SLURM = "slurmstepd: error: Detected 1 oom_kill event"
     ],
 )
 def test_without_a_word_the_exit_status_tells_why(returncode, tail, oom_killed, kind, message):
-    failure = failure_of_script(
+    failure = classify_script_exit(
         ScriptEnded(returncode, 5), Exit(output=tail, oom_killed=oom_killed)
     )
     assert failure.kind is kind
@@ -333,10 +333,10 @@ def test_without_a_word_the_exit_status_tells_why(returncode, tail, oom_killed, 
 def test_last_words_are_the_last_visible_traceback():
     """They are what a terminal would show of it."""
     tail = "10%\r50%\r100%\nTraceback (most recent call last):\n  a\n\x1b[31mValueError\x1b[0m: b\n"
-    text = last_words(tail, "attempt-1.log")
+    text = quote_output_end(tail, "attempt-1.log")
     assert text.splitlines()[1:] == ["Traceback (most recent call last):", "  a", "ValueError: b"]
-    assert last_words("1%\r2%\n", "x").splitlines()[1:] == ["2%"]
-    assert "nothing" in last_words("", "x")
+    assert quote_output_end("1%\r2%\n", "x").splitlines()[1:] == ["2%"]
+    assert "nothing" in quote_output_end("", "x")
 
 
 def test_the_last_of_many_quick_reports_is_kept():

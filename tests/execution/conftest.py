@@ -7,7 +7,7 @@ import pytest
 
 from attempts import attempt_request
 from robust_train.host.signals import SignalWatch
-from robust_train.launcher.ending import ended
+from robust_train.launcher.ending import add_ending
 from robust_train.launcher.process import ProcessExecutor
 from robust_train.model.attempt import Attempt
 from robust_train.model.errors import ConfigError
@@ -49,7 +49,7 @@ class Attempts:
             process_exit = executor.run(request, take, SignalWatch())
             if isinstance(attempt.ending, Failed) and attempt.ending.config_error:
                 raise ConfigError(attempt.ending.config_error)
-            return ended(replace(attempt, exit=process_exit), request, 1.0)
+            return add_ending(replace(attempt, exit=process_exit), request, 1.0)
         finally:
             executor.close()
 

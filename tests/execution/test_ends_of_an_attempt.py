@@ -9,7 +9,7 @@ import pytest
 from robust_train import ConfigError, launch
 from robust_train.children import interpreters
 from robust_train.gpu.visible import NAMES_VARIABLE, numbers_gpus
-from robust_train.launcher import process
+from robust_train.launcher import running_attempt
 from robust_train.launcher.hooks import End, Watch
 from robust_train.model.events import Progress
 from robust_train.model.failure import Failure, FailureKind
@@ -102,7 +102,7 @@ def test_a_script_gets_no_terminal_of_its_own(attempts, monkeypatch):
 
 
 def test_a_completed_result_counts_despite_a_hanging_exit(attempts, monkeypatch, caplog):
-    monkeypatch.setattr(process, "AFTER_FINISHED_SECONDS", 0.3)
+    monkeypatch.setattr(running_attempt, "AFTER_FINISHED_SECONDS", 0.3)
     outcome = attempts.run("trainers.completes_but_does_not_end", stop_grace_seconds=1000)
     assert (outcome.failure, outcome.result) == (None, "done")
     assert "the trainer has returned, but its process has not ended in 0.3 s" in caplog.text
@@ -119,7 +119,7 @@ def test_a_failed_attempt_is_killed_after_some_seconds(attempts, monkeypatch):
     """Its process cannot end, for example because a destructor sleeps; the failure is the one
     reported.
     """
-    monkeypatch.setattr(process, "AFTER_FAILURE_SECONDS", 0.3)
+    monkeypatch.setattr(running_attempt, "AFTER_FAILURE_SECONDS", 0.3)
     started = time.monotonic()
     outcome = attempts.run("trainers.fails_but_does_not_end", stop_grace_seconds=1000)
     assert outcome.failure.kind is FailureKind.BUG

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from robust_train.attempt.run import Run
 from robust_train.host.votes import CHECKPOINT, STOP, Votes
-from robust_train.launcher.ending import RankEnd, root_cause
+from robust_train.launcher.rank_ends import RankEnd, find_root_cause
 from robust_train.model.events import Failed, Finished
 from robust_train.model.failure import Failure, FailureKind
 
@@ -46,7 +46,7 @@ REASONS = {
 
 @pytest.mark.parametrize(("ends", "rank"), REASONS.values(), ids=REASONS)
 def test_the_reason_is_what_the_others_follow_from(ends, rank):
-    root = root_cause(ends)
+    root = find_root_cause(ends)
     assert (None if root is None else root.rank) == rank
 
 

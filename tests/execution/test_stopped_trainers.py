@@ -8,7 +8,7 @@ from attempts import attempt_request
 from robust_train.attempt.run import live_of
 from robust_train.attempt.runner import run_attempt
 from robust_train.config.placeholders import SavePlan
-from robust_train.launcher.ending import RankEnd, event_of
+from robust_train.launcher.rank_ends import RankEnd, merge_ends
 from robust_train.model.events import Failed, Finished
 from robust_train.model.failure import Failure, FailureKind
 
@@ -94,4 +94,4 @@ def test_ranks_stopped_after_the_last_step_change_nothing():
     """The first rank has completed its last step."""
     stopped = Failed(Failure(FailureKind.INTERRUPTED, "it was asked to stop, and did"))
     ends = [RankEnd(0, 7, Finished(0.5)), RankEnd(1, 8, stopped, 1.0, 1)]
-    assert event_of(ends).result == 0.5
+    assert merge_ends(ends).result == 0.5

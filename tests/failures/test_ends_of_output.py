@@ -10,7 +10,7 @@ import pytest
 
 from robust_train.failures import classify_exit, classify_failure
 from robust_train.failures.exits import last_shortage_in
-from robust_train.launcher.ending import doubt_of
+from robust_train.launcher.script_output import find_doubt
 from robust_train.model import errors
 from robust_train.model.attempt import Attempt
 from robust_train.model.events import ScriptEnded
@@ -196,7 +196,7 @@ DOUBTED = {
 def test_exit_0_after_a_final_error_is_doubted(output, shown):
     """The error is the last thing that happened."""
     attempt = Attempt(1, AttemptSpec((), 8, 1), script=ScriptEnded(0, 1), exit=Exit(output=output))
-    doubt = doubt_of(attempt)
+    doubt = find_doubt(attempt)
     assert bool(doubt) == bool(shown)
     assert shown in doubt
 

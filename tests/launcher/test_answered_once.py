@@ -28,7 +28,7 @@ def answers(monkeypatch):
         monkeypatch.setattr(module, name, answer)
 
     collect(failures, "reports_of")
-    for name in ("ended", "concluded"):
+    for name in ("add_ending", "add_decision"):
         collect(launcher, name)
     collect(ending, "with_advice")
     collect(driver, "decide")
@@ -67,5 +67,5 @@ def test_each_error_is_answered_exactly_once(answers, tmp_path):
     (decision,) = answers["decide"]
     assert decision.spec == second.spec, "what was decided is what ran"
     # once for each attempt, of which the second had nothing to answer
-    for name in ("ended", "with_advice", "concluded"):
+    for name in ("add_ending", "with_advice", "add_decision"):
         assert len(answers[name]) == 2

@@ -18,8 +18,8 @@ import warm
 from guest_trainers import undisturbed
 from robust_train.host.engine import first_host, guest_rank
 from robust_train.host.votes import StoreVotes
-from robust_train.launcher.ending import RankEnd
-from robust_train.launcher.guest import cause_of
+from robust_train.launcher.rank_ends import RankEnd
+from robust_train.launcher.rank_failures import find_cause
 from robust_train.model.errors import ConfigError
 from robust_train.model.events import Failed
 from robust_train.model.failure import Clue, Failure, FailureKind
@@ -336,7 +336,7 @@ OOM, COMM, STOP = FailureKind.DEVICE_OOM, FailureKind.COMM, FailureKind.INTERRUP
 )
 def test_the_failure_that_others_followed_is_the_cause(failures, message, rank):
     known = {one.rank: one for one in failures}
-    cause = cause_of([known.get(rank, RankEnd(rank)) for rank in range(3)])
+    cause = find_cause([known.get(rank, RankEnd(rank)) for rank in range(3)])
     assert (cause.message, cause.rank) == (message, rank)
     assert (cause.evidence.clue is Clue.KILLED) == ("killed" in message)
 

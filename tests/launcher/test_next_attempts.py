@@ -35,7 +35,7 @@ class Told(HostDriver):
     def open(self, *arguments):
         pass
 
-    def _executor(self, signals, token):
+    def _make_executor(self, signals, token):
         return self.executor
 
     def _run(self, request, on_event, signals, **options):

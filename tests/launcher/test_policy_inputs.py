@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from attempts import failed
 from robust_train.config.checks import checked
 from robust_train.config.composition import complete
-from robust_train.launcher.plan import policy_settings, values_used
+from robust_train.launcher.plan import find_values_used, make_policy_settings
 from robust_train.model.failure import FailureKind
 from robust_train.model.gpu import GpuInfo
 from robust_train.policy.decide import first_attempt, first_decision
@@ -21,7 +21,7 @@ AUTO = {"training": {"batch_size": "auto"}}
 def policy(**cfg):
     cfg = complete(cfg)
     config = checked(cfg)
-    return policy_settings(config, values_used(cfg, config))
+    return make_policy_settings(config, find_values_used(cfg, config))
 
 
 def after(settings, spec, *kinds):

@@ -12,7 +12,7 @@ import warm
 from attempts import built
 from robust_train import set_memory_fraction
 from robust_train.host.allocator import VARIABLE, use_expandable_segments
-from robust_train.launcher.request import attempt_environment
+from robust_train.launcher.request import build_environment
 from robust_train.memory.cuda import MemoryLimit, apply_to_allocator
 from robust_train.model.spec import AttemptSpec
 from simulated_nvml import MIB
@@ -133,7 +133,7 @@ def test_expandable_segments_are_avoided_if_unsafe(expected, setting, where, mon
 @pytest.mark.parametrize("expandable", [True, False])
 def test_torch_prefers_our_settings_variable(expandable):
     """To the newer name. As torch's own snapshot of its allocator has them, which needs no GPU."""
-    environ = attempt_environment({}, built(AttemptSpec, (), 8, 1, expandable_segments=expandable))
+    environ = build_environment({}, built(AttemptSpec, (), 8, 1, expandable_segments=expandable))
     environ["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{not expandable}"
     code = """
         import json, torch

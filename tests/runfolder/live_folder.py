@@ -44,7 +44,7 @@ def ended(run_dir, name, status, result=None, **how):
     """A job that has ended; its id."""
     with open_folder(run_dir, name) as folder:
         Summary(status, run_dir, result=result).write()
-        folder.ended(status, how.get("reason"), how.get("code"))
+        folder.record_end(status, how.get("reason"), how.get("code"))
     return folder.state.id
 
 

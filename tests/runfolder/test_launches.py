@@ -90,9 +90,9 @@ def test_a_bug_of_the_trainer_does_not_count(tmp_path, kind, clue, counts):
     failure = Failure(kind, "NameError: x", Evidence(clue=clue))
     with open_folder(tmp_path) as folder:
         attempt = Attempt(1, AttemptSpec((), 8, 1))
-        folder.attempt_starts(attempt)
-        folder.decided(replace(attempt, failure=failure), None)
-        folder.ended("failed", "NameError: x")
+        folder.record_attempt_start(attempt)
+        folder.record_decision(replace(attempt, failure=failure), None)
+        folder.record_end("failed", "NameError: x")
     assert launches(tmp_path) == counts
 
 
@@ -142,14 +142,14 @@ def test_who_ended_a_launch_decides_whether_it_counts(tmp_path, how, counts):
     sweep.mkdir()
     with contextlib.suppress(*ends), open_folder(tmp_path, sweep=sweep) as folder:
         for number in (1, 2):
-            folder.attempt_starts(Attempt(number, AttemptSpec((), 8, 1)))
+            folder.record_attempt_start(Attempt(number, AttemptSpec((), 8, 1)))
         assert launches(tmp_path) == 1
         if isinstance(how, signal.Signals):
             os.kill(os.getpid(), how)
         elif isinstance(how, Exception):
             raise how
         elif how == "failed":
-            folder.ended("failed", "a reason")
+            folder.record_end("failed", "a reason")
         elif how == "another job of the sweep failed":
             request_sweep_stop(sweep)
             os.kill(os.getpid(), signal.SIGTERM)
@@ -166,6 +166,6 @@ def test_a_jobs_time_includes_all_its_launches(tmp_path):
         with open_folder(tmp_path) as folder:
             folder.record(JobStarted("/run", "train", job))
             assert folder.state.earlier_seconds == earlier
-            folder.ended("completed", None, 0)
+            folder.record_end("completed", None, 0)
         assert earlier <= read_run(tmp_path).about()["seconds"] < earlier + 60
         change_json(tmp_path / "state.json", started=1000.0, ended=1100.0)

@@ -57,7 +57,7 @@ def test_a_sweep_is_one_line_that_opens(tmp_path, says, a_sweep):
 
 def test_commands_that_were_refused_are_left_out(tmp_path, says):
     with open_folder(tmp_path / "mistake") as folder:
-        folder.ended("failed", "model.lr=x: must be a number", 2)
+        folder.record_end("failed", "model.lr=x: must be a number", 2)
         mistake = folder.state.id
     job = ended(tmp_path / "a", "lora", "completed")
     _, row, note = says("ps").out.splitlines()

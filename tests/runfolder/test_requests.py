@@ -145,34 +145,34 @@ def test_a_stopped_launcher_answers_no_request(tmp_path, says):
 def test_a_taken_request_is_answered_by_the_end(tmp_path):
     """It is answered when the attempt that took it ends."""
     with open_folder(tmp_path) as folder:
-        folder.attempt_starts(Attempt(1, SPEC))
+        folder.record_attempt_start(Attempt(1, SPEC))
         run = choose_run(None)
         with ThreadPoolExecutor(1) as threads:
             asking = threads.submit(ask, run, "checkpoint", wait_seconds=600)
             (request,) = wait_until(lambda: find_requests(tmp_path), "it is there")
             assert request.take()
             failure = Failure(FailureKind.DEVICE_OOM, "memory ran out")
-            folder.decided(Attempt(1, SPEC, failure=failure), None)
+            folder.record_decision(Attempt(1, SPEC, failure=failure), None)
         assert str(asking.exception()) == f"{run.id}: the attempt ended first (device_oom)"
 
 
 def test_an_untaken_request_waits_for_another_attempt(tmp_path):
     """If there is none, it is answered at the end of the job."""
     with open_folder(tmp_path) as folder:
-        folder.attempt_starts(Attempt(1, SPEC))
+        folder.record_attempt_start(Attempt(1, SPEC))
         with pytest.raises(StillQueuedError, match=r"no step has ended within 0\.1 s"):
             ask(choose_run(None), "checkpoint", wait_seconds=0.1)
-        folder.decided(Attempt(1, SPEC), None)
+        folder.record_decision(Attempt(1, SPEC), None)
         folder.tick()
         assert len(find_requests(tmp_path)) == 1
     (answer,) = (tmp_path / "requests").iterdir()
-    assert "the run ended before it came to that" in answer.read_text()
+    assert "the run ended before it handled this request" in answer.read_text()
 
 
 def test_a_removed_folder_is_an_ended_run(tmp_path):
     """The folder is removed while a command waits."""
     with open_folder(tmp_path / "run") as folder:
-        folder.attempt_starts(Attempt(1, SPEC))
+        folder.record_attempt_start(Attempt(1, SPEC))
         run = choose_run(None)
         threading.Timer(0.2, shutil.rmtree, [tmp_path / "run"]).start()
         with pytest.raises(ControlError, match="has ended"):
@@ -185,7 +185,7 @@ def test_requests_at_the_same_moment_are_all_answered(tmp_path):
 
         def some():
             for _ in range(5):
-                with pytest.raises(ControlError, match="no attempt runs"):
+                with pytest.raises(ControlError, match="no attempt can do this"):
                     ask(run, "checkpoint")
                 answers.append(1)
 

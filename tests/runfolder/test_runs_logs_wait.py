@@ -165,7 +165,7 @@ def test_logs_follows_whole_lines_to_the_end(tmp_path):
         )
         second.write_bytes(b"." * runs.CHUNK_BYTES + b"again")
         assert len(next(shown)) == runs.CHUNK_BYTES, "a line without an end does not hold it up"
-        folder.ended("completed", None)
+        folder.record_end("completed", None)
     assert list(shown) == [b"again"]
 
 
@@ -179,7 +179,7 @@ def test_attach_follows_the_log_until_the_end(tmp_path, says, monkeypatch):
 
         def sleep(seconds):
             if next(ticks) == 1:
-                folder.ended("interrupted", "interrupted by SIGTERM", 143)
+                folder.record_end("interrupted", "interrupted by SIGTERM", 143)
                 folder.__exit__(None, None, None)
 
         monkeypatch.setattr("robust_train.cli.runs.time.sleep", sleep)

@@ -19,7 +19,7 @@ from robust_train.cli.command import Answer, Command, UsageError, load
 from robust_train.cli.commands import COMMANDS, GROUPS, OTHER_NAMES, members_of
 from robust_train.host.needs import why_unusable
 from robust_train.host.screen import open_closed_streams
-from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED, NotDoneError, limit_reached
+from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED, NotDoneError, find_limit_error
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _HELP = {"-h", "--help"}
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         return 130
     except (OSError, RuntimeError) as error:
-        limit = limit_reached(error)
+        limit = find_limit_error(error)
         if limit is not None:
             print(f"robust-train: {limit}", file=sys.stderr)
             return limit.exit_code

@@ -133,7 +133,7 @@ def _run(arguments: Namespace, values: dict[str, Json]) -> int:
     from robust_train.config.checks import checked, hide_urls
     from robust_train.entry import plan_launch
     from robust_train.folder.hydra_state import remove_refused
-    from robust_train.launcher.driver import driver_of
+    from robust_train.launcher.driver import make_driver
     from robust_train.launcher.job import Job
     from robust_train.model.errors import JobInterrupted
     from robust_train.report.narration import print_failure, show_end
@@ -151,7 +151,7 @@ def _run(arguments: Namespace, values: dict[str, Json]) -> int:
             return detach.start()
         plan = plan_launch(None, cfg, arguments.run_dir)
         # it locks the run folder; until then nothing is written, because a live job may hold it
-        job = Job(plan, driver_of(plan), show_end=functools.partial(show_end, print_failure))
+        job = Job(plan, make_driver(plan), show_end=functools.partial(show_end, print_failure))
         _log_into(plan.run_dir)
         for warning in _warnings(arguments, config, plan.values_used):
             log.warning("%s", warning)

@@ -60,7 +60,7 @@ def for_attempt(config: RobustConfig, spec: AttemptSpec, device: str) -> RobustC
     training = replace(config.training, lr=lr, **chosen)
     config = replace(config, device=device, num_gpus=spec.ranks, training=training)
     for kind in parts_like(Knob):
-        config = spec.of(kind).applied(config)
+        config = spec.of(kind).apply_to_config(config)
     return config
 
 
@@ -175,7 +175,7 @@ class AttemptRequest:
     @property
     def ranks(self) -> int:
         """Number of processes that run the trainer together. A script starts its own ranks."""
-        return self.config.traits.interpreters(self.spec.ranks)
+        return self.config.traits.count_interpreters(self.spec.ranks)
 
     @property
     def log_file(self) -> Path:

@@ -18,7 +18,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from robust_train.compat import for_hydra, unknown_to_hydra
 from robust_train.config.search_path import OURS
-from robust_train.model.errors import EXIT_BAD_CONFIG, ConfigError, limit_reached, unusable_folder
+from robust_train.model.errors import (
+    EXIT_BAD_CONFIG,
+    ConfigError,
+    find_limit_error,
+    make_folder_error,
+)
 from robust_train.readable import meant
 
 REFUSALS = (
@@ -74,13 +79,13 @@ def exit_code_of(error: BaseException) -> int:
 def _of_the_system(error: BaseException) -> BaseException:
     """Turn an error of the system into the error of this package for it, such as a run folder that
     Hydra cannot write."""
-    limit = limit_reached(error)
+    limit = find_limit_error(error)
     if limit is not None:
         return limit
     if isinstance(error, OSError) and not isinstance(error, HydraException):
         place = error.filename or "the run folder"
         problem = f"{place}: {error.strerror}; choose another folder with hydra.run.dir=…"
-        return unusable_folder(problem, error)
+        return make_folder_error(problem, error)
     return error
 
 

@@ -26,7 +26,7 @@ from robust_train.config.schema import RobustConfig
 from robust_train.config.trainers import folder_name
 from robust_train.folder.secrets import public_command
 from robust_train.gpu.processes import user_name
-from robust_train.model.errors import unusable_folder
+from robust_train.model.errors import make_folder_error
 
 log = logging.getLogger("robust_train")
 
@@ -59,7 +59,7 @@ def run_folder(run_dir: str | Path | None, name: str) -> Path:
             f"run folder {path or error.filename}: cannot be made: {error.strerror}; "
             "choose another one, with --run-dir or run_dir of launch()"
         )
-        raise unusable_folder(problem, error) from error
+        raise make_folder_error(problem, error) from error
     close_to_others(path)
     return path.resolve()
 

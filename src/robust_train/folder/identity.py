@@ -29,7 +29,12 @@ from robust_train.folder.checkpoints import (
 from robust_train.folder.journal import attempts_in
 from robust_train.folder.provenance import changed_sources
 from robust_train.folder.state import read_summary
-from robust_train.model.errors import ConfigError, NoProgressError, limit_reached, unusable_folder
+from robust_train.model.errors import (
+    ConfigError,
+    NoProgressError,
+    find_limit_error,
+    make_folder_error,
+)
 from robust_train.model.events import SCHEMA, from_json
 from robust_train.readable import shortened
 
@@ -75,14 +80,14 @@ class Beginning:
 
 def wait_until_readable(read: Callable[[], T], *, sleep: Callable[[float], None] = time.sleep) -> T:
     """Return the result of ``read``. If it raises OSError, try again for a minute, then raise the
-    error of `unusable_folder`: a network disk that is unreachable for a moment is not a reason to
+    error of `make_folder_error`: a network disk that is unreachable for a moment is not a reason to
     start over."""
     pauses = iter(PAUSES_SECONDS)
     while True:
         try:
             return read()
         except OSError as error:
-            limit = limit_reached(error)
+            limit = find_limit_error(error)
             if limit is not None:
                 raise limit from error
             what = error.filename or "the run folder"
@@ -90,7 +95,7 @@ def wait_until_readable(read: Callable[[], T], *, sleep: Callable[[float], None]
             pause = next(pauses, None)
             if pause is None:
                 problem += "; nothing was changed, and what cannot be read may be removed"
-                raise unusable_folder(problem, error) from error
+                raise make_folder_error(problem, error) from error
         log.warning("%s; trying again in %g s", problem, pause)
         sleep(pause)
 
@@ -264,7 +269,7 @@ def _write(run_dir: Path, identity: Identity) -> None:
     except OSError as error:
         problem = f"cannot write {path}: {error.strerror or error}"
         way_out = "; choose another run folder (hydra.run.dir=…, --run-dir)"
-        raise unusable_folder(problem + way_out, error) from error
+        raise make_folder_error(problem + way_out, error) from error
 
 
 def _set_aside(folder: Path) -> None:
@@ -275,7 +280,7 @@ def _set_aside(folder: Path) -> None:
         return
     except OSError as error:
         why = f"what another job has left cannot be set aside ({error.strerror})"
-        raise unusable_folder(f"{folder}: {why}; move it", error) from error
+        raise make_folder_error(f"{folder}: {why}; move it", error) from error
     if aside is not None:
         text = "%s holds what an earlier job of this run folder has left in checkpoints"
         log.info(text, aside)

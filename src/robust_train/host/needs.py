@@ -6,7 +6,7 @@ import errno
 import os
 import resource
 
-from robust_train.model.errors import ConfigError, limit_reached
+from robust_train.model.errors import ConfigError, find_limit_error
 
 _LEAST_FILES = 24
 
@@ -16,4 +16,4 @@ def why_unusable() -> ConfigError | None:
     if not os.path.exists("/proc/self/stat"):
         return ConfigError("/proc is not mounted here: mount -t proc proc /proc")
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return limit_reached(OSError(errno.EMFILE, "")) if most < _LEAST_FILES else None
+    return find_limit_error(OSError(errno.EMFILE, "")) if most < _LEAST_FILES else None

@@ -1,9 +1,10 @@
-"""How the attempts of a job run, and who chooses their devices.
+"""Drivers: each runs the attempts of a job in its own way, and finds their devices.
 
-:class:`.job.Job` calls its driver in the launcher's process and knows no other way to run an
-attempt. There are three drivers: interpreters (:class:`ProcessDriver`), the launcher's process
-(:class:`InlineDriver`), and the process that an engine such as torchrun started
-(:class:`.guest.RankDriver`).
+:class:`.job.Job` calls its driver in the launcher's process. There are three drivers:
+
+- :class:`ProcessDriver` runs each attempt in new interpreters.
+- :class:`InlineDriver` calls the trainer in the launcher's process.
+- :class:`.guest.RankDriver` calls it in a process that an engine such as torchrun started.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Executor(Protocol):
     """Runs attempts for a driver."""
 
     def prepare(self, tick: Callable[[], None]) -> object:
-        """Get ready for an attempt.
+        """Prepare for an attempt: start its interpreters, or import the trainer.
 
         Raises:
             ConfigError: the trainer refuses the config.
@@ -69,13 +70,14 @@ class Executor(Protocol):
 
 
 class Driver(ABC):
-    """The methods that a job calls."""
+    """Runs a job's attempts and finds their devices."""
 
     executor: Executor
     devices: Devices
     # Whether another attempt may follow a failed attempt.
     has_remedies: bool
-    # Whether the launcher chooses the devices. If it does, CUDA that cannot work refuses the job.
+    # Whether the launcher chooses the devices. If it does, a job whose CUDA cannot work ends with a
+    # ConfigError.
     chooses_devices: bool
 
     @abstractmethod
@@ -90,15 +92,15 @@ class Driver(ABC):
         """Create the executor and the devices. The first interpreter starts right away.
 
         Args:
-            signals: those of the launcher's process.
+            signals: the signals of the launcher's process.
             job_id: the job's id, which the queue shows.
             token: the mark of this launch's processes.
-            sleep: waits; an exception that it raises ends the wait.
+            sleep: waits for some seconds. An exception that it raises ends the wait.
             on_wait: called with each status of a wait for a GPU.
         """
 
     @abstractmethod
-    def first(self, beginning: Beginning, policy: PolicySettings, gpus: Group) -> Retry:
+    def decide_first(self, beginning: Beginning, policy: PolicySettings, gpus: Group) -> Retry:
         """Return the first attempt's decision for the GPUs that the job has."""
 
     @abstractmethod
@@ -119,11 +121,12 @@ class Driver(ABC):
         hold: tuple[int, ...],
         tick: Callable[[], None],
     ) -> Exit:
-        """Run an attempt to its end, and call ``tick`` at least twice a second. The attempt keeps
-        the job's reservations ``hold`` open."""
-        return self.executor.run(
-            request, on_event, signals, hold=self.devices.queue.hold + hold, tick=tick
-        )
+        """Run an attempt to its end, and call ``tick`` at least twice a second.
+
+        The attempt keeps the file descriptors ``hold`` and those of the job's reservations open.
+        """
+        descriptors = self.devices.queue.hold + hold
+        return self.executor.run(request, on_event, signals, hold=descriptors, tick=tick)
 
     @abstractmethod
     def decide(self, policy: PolicySettings, history: tuple[Attempt, ...]) -> Decision:
@@ -131,11 +134,11 @@ class Driver(ABC):
 
     @abstractmethod
     def how_to_resume(self, plan: Plan, state: RunState) -> str:
-        """Return the command, or the action, that resumes a job that has not completed."""
+        """Return the command, or the advice, by which people resume an unfinished job."""
 
 
 class HostDriver(Driver):
-    """Runs attempts on this host: the launcher chooses the devices and decides after each attempt.
+    """Runs attempts on this host. The launcher chooses the devices and decides after each attempt.
 
     Args:
         plan: the job's plan.
@@ -158,7 +161,7 @@ class HostDriver(Driver):
     ) -> None:
         """Create the executor and the devices."""
         plan = self._plan
-        self.executor = self._executor(signals, token)
+        self.executor = self._make_executor(signals, token)
         try:
             self.devices = Devices(
                 plan.config,
@@ -176,10 +179,10 @@ class HostDriver(Driver):
             raise
 
     @abstractmethod
-    def _executor(self, signals: SignalWatch, token: str) -> Executor:
-        """Return the executor of this kind of driver."""
+    def _make_executor(self, signals: SignalWatch, token: str) -> Executor:
+        """Create the executor of this kind of driver."""
 
-    def first(self, beginning: Beginning, policy: PolicySettings, gpus: Group) -> Retry:
+    def decide_first(self, beginning: Beginning, policy: PolicySettings, gpus: Group) -> Retry:
         """Return the first attempt's decision for the GPUs that the job has."""
         return first_decision(policy, gpus)
 
@@ -188,7 +191,7 @@ class HostDriver(Driver):
     ) -> Retry | str:
         """Wait for the GPUs that a retry needs, without a time limit if it has no alternative."""
         room = retry.room
-        assert room is not None, "nothing is waited for"
+        assert room is not None, "this retry waits for no GPU"
         outcome = self.devices.wait_for_room(room, for_ever=retry.otherwise is None)
         if isinstance(outcome, NoGpu):
             return outcome.reason
@@ -197,9 +200,9 @@ class HostDriver(Driver):
         return on_gpus(policy, history, retry, outcome)
 
     def decide(self, policy: PolicySettings, history: tuple[Attempt, ...]) -> Decision:
-        """Return the decision after a failed attempt, by the GPUs that are available now."""
+        """Return the decision after a failed attempt, given the GPUs that are available now."""
         last = history[-1]
-        failure = history[-1].failure
+        failure = last.failure
         assert failure is not None, "a completed attempt needs no decision"
         if self.has_remedies:
             offers = self.devices.offers() if last.spec.gpus else Offers()
@@ -210,7 +213,7 @@ class HostDriver(Driver):
         return GiveUp(failure.message + hint)
 
     def how_to_resume(self, plan: Plan, state: RunState) -> str:
-        """Return the command that resumes a job that has not completed."""
+        """Return the command that resumes an unfinished job."""
         if state.resume_command is None:
             return resumed_by_hand(plan.run_dir)
         return f"robust-train resume {state.id}"
@@ -219,13 +222,13 @@ class HostDriver(Driver):
 class ProcessDriver(HostDriver):
     """Runs each attempt in a new interpreter, or in one interpreter per rank."""
 
-    def _executor(self, signals: SignalWatch, token: str) -> Executor:
+    def _make_executor(self, signals: SignalWatch, token: str) -> Executor:
         plan = self._plan
         config = plan.config
         return ProcessExecutor(
             plan.trainer_ref,
             plan.resolved_cfg,
-            ranks=config.traits.interpreters(config.num_gpus),
+            ranks=config.traits.count_interpreters(config.num_gpus),
             has_standby=not plan.surroundings.in_sweep,
             job=token,
         )
@@ -238,7 +241,7 @@ class ProcessDriver(HostDriver):
         hold: tuple[int, ...],
         tick: Callable[[], None],
     ) -> Exit:
-        """Run an attempt, whose processes keep the job's reservations open."""
+        """Run an attempt to its end, and keep the job's place in the queue up to date."""
 
         def tick_with_queue() -> None:
             signals.check()
@@ -252,18 +255,21 @@ class ProcessDriver(HostDriver):
 class InlineDriver(HostDriver):
     """Calls the trainer in this process (``isolation=none``), where a debugger can see it."""
 
-    def _executor(self, signals: SignalWatch, token: str) -> InlineExecutor:
-        # This import is the only way from the launcher into ``attempt/``.
-        from robust_train.launcher.inline import InlineExecutor, function_of
+    def _make_executor(self, signals: SignalWatch, token: str) -> InlineExecutor:
+        # Imported here, because this module imports ``attempt/``.
+        from robust_train.launcher.inline import InlineExecutor, load_trainer
+
+        def interrupt(signum: int) -> None:
+            signals.raise_if_received()
 
         # The user's imports may take any time, so a signal interrupts them.
-        with signals.handed_to(lambda signum: signals.raise_if_received()):
-            function = function_of(self._plan.trainer, self._plan.trainer_ref)
+        with signals.handed_to(interrupt):
+            function = load_trainer(self._plan.trainer, self._plan.trainer_ref)
         return InlineExecutor(lambda: function)
 
 
-def driver_of(plan: Plan, *, has_remedies: bool = True) -> Driver:
-    """Return the driver for a job that no engine started."""
+def make_driver(plan: Plan, *, has_remedies: bool = True) -> Driver:
+    """Create the driver of a job that was started without an engine such as torchrun."""
     if plan.config.runs_inline:
         return InlineDriver(plan, has_remedies=has_remedies)
     return ProcessDriver(plan, has_remedies=has_remedies)

@@ -1,24 +1,22 @@
-"""A guest of torchrun, srun, PyTorchJob or Ray Train: this process is one rank of their job.
+"""Runs a job as a guest of torchrun, srun, PyTorchJob or Ray Train: this process is one rank.
 
-The engine handles rendezvous, restarts and dead machines. The guest starts no child process and
-chooses no GPU. Rank 0 keeps the run folder. A rank that fails leaves its failure in ``ranks/``
-before it ends, and rank 0 of the next start decides from all of them how the job resumes.
-``attempt-N.json`` holds the start of attempt N by rank 0, and ``attempt-N.rank-K.json`` the failure
-of rank K. A rank without such a file was killed. Damage in ``ranks/`` never ends a rank.
+``entry.launch`` creates a :class:`RankDriver` in each rank's process. The engine handles
+rendezvous, restarts and dead machines, so the guest starts no child process and chooses no GPU.
+Rank 0 keeps the run folder and sends its decisions to the other ranks through a store. A rank that
+fails leaves its failure in ``ranks/`` (:mod:`.rank_failures`) before it ends. After the engine has
+restarted the ranks, rank 0 decides from those files how the job resumes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +24,9 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from robust_train.compat import when_cuda_starts
-from robust_train.config.attempt import guest_config
+from robust_train.config.attempt import AttemptRequest, guest_config
 from robust_train.config.schema import RobustConfig
 from robust_train.config.trainers import Trainer
-from robust_train.files import json_lines, read_object, write_json
 from robust_train.folder.hydra_state import changes_each_time, run_folder
 from robust_train.folder.identity import Beginning
 from robust_train.folder.resolvers import resolvers_of
@@ -39,19 +36,15 @@ from robust_train.host.linux import shared_machine_environment, signal_at_parent
 from robust_train.host.signals import SignalWatch
 from robust_train.host.votes import StoreVotes
 from robust_train.launcher.driver import Driver
-from robust_train.launcher.ending import RankEnd, ended
-from robust_train.launcher.inline import (
-    InlineExecutor,
-    find_user_modules,
-    function_of,
-    shield_workers,
-)
+from robust_train.launcher.ending import add_ending
+from robust_train.launcher.inline import InlineExecutor, load_trainer, shield_workers
 from robust_train.launcher.plan import Plan, plan_job
-from robust_train.launcher.request import request_for
+from robust_train.launcher.rank_failures import EarlierStart, RankFailures
+from robust_train.launcher.request import build_request
 from robust_train.model.attempt import Attempt
 from robust_train.model.errors import ConfigError, NoDeviceError
-from robust_train.model.events import Event, Failed, MalformedEventError, parse
-from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
+from robust_train.model.events import Event, Failed
+from robust_train.model.failure import FailureKind
 from robust_train.model.feature import Feature
 from robust_train.model.gpu import Group
 from robust_train.model.spec import AttemptSpec, Decision, GiveUp, Retry
@@ -66,14 +59,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("robust_train")
 
-# The other ranks wait this long for rank 0, which may wait for a disk or for the last start's
-# processes.
+# How long the other ranks wait for rank 0, which may wait for a disk or for the processes of the
+# last start.
 _START_SECONDS = 1800.0
 _POLL_SECONDS = 0.05
 
 
 class RankDriver(Driver):
-    """This process as one rank of an engine's job; rank 0 drives a :class:`.job.Job` as well.
+    """Runs one rank of an engine's job. Rank 0 also is the driver of a :class:`.job.Job`.
+
+    Args:
+        guest: this process's rank, and its engine.
+        trainer: the trainer, None if the config names it.
+        cfg: the composed config.
+        run_dir: the run folder, None if Hydra or the engine chooses it.
+        features: the features that take part in the job.
+        remedies: the remedies to try after a failure.
 
     Raises:
         ConfigError: the config cannot be used by a rank.
@@ -105,40 +106,48 @@ class RankDriver(Driver):
             trainer, cfg, folder, features=features, remedies=remedies, guest=True
         )
         self._store = PrefixStore("robust_train", _open_store(guest))
-        self._has_begun = False
+        self._has_published = False
         self.votes = StoreVotes(self._store, guest.rank, guest.world_size)
         self.devices = RankDevices(guest, plan.config, plan.name, plan.run_dir)
+
+        @functools.cache
+        def load_once() -> Callable[..., Any]:
+            return load_trainer(plan.trainer, plan.trainer_ref)
+
+        def record_failure(request: AttemptRequest, event: Failed) -> None:
+            RankFailures(request.run_dir).record_failure(request.attempt, guest.rank, event)
+
         self.executor = InlineExecutor(
-            functools.cache(lambda: function_of(plan.trainer, plan.trainer_ref)),
-            rank=guest.rank,
-            flags=self.votes,
-            on_failure=lambda request, event: RankFailures(request.run_dir).leave(
-                request.attempt, guest.rank, event
-            ),
+            load_once, rank=guest.rank, flags=self.votes, on_failure=record_failure
         )
 
     def run_part(
-        self, run_first: Callable[[], Summary], explain: Callable[[Summary], object]
+        self, run_rank_0: Callable[[], Summary], explain: Callable[[Summary], object]
     ) -> Summary:
-        """Run this rank's part of the job, ``run_first`` as rank 0, and return its summary.
+        """Run this rank's part of the job and return its summary.
+
+        Args:
+            run_rank_0: runs the job; only rank 0 calls it.
+            explain: called with the summary if this rank is not rank 0 and has failed.
 
         Raises:
             ConfigError: rank 0 refuses to continue.
             JobInterrupted: a signal stopped this rank.
         """
         with self.votes:
-            if self.guest.rank:
-                return self.follow(explain)
+            if self.guest.rank != 0:
+                return self._follow(explain)
             refusal = "rank 0 has ended"
             try:
-                summary = run_first()
+                summary = run_rank_0()
                 refusal = str(summary.reason)
                 return summary
             except BaseException as error:
                 refusal = str(error)
                 raise
-            finally:  # else the other ranks would wait in vain for this start
-                self.begin({"refusal": refusal})
+            finally:
+                # If rank 0 ended before it published a start, the other ranks must not wait.
+                self._publish({"refusal": refusal})
 
     # --- the driver of rank 0's job ---
 
@@ -155,7 +164,7 @@ class RankDriver(Driver):
     def wait_for_room(
         self, retry: Retry, policy: PolicySettings, history: tuple[Attempt, ...]
     ) -> Retry | str:
-        """Return the retry at once: the engine has given the GPUs."""
+        """Return the retry at once, because the engine chose the GPUs."""
         return retry
 
     def decide(self, policy: PolicySettings, history: tuple[Attempt, ...]) -> Decision:
@@ -169,16 +178,15 @@ class RankDriver(Driver):
         """Return the action that resumes the job."""
         return "start all ranks again, with the same run folder"
 
-    def begin(self, start: Mapping[str, object]) -> None:
-        """Tell the other ranks how this start begins. Rank 0 calls it, and only its first call
-        counts."""
-        if not self._has_begun:
-            self._has_begun = True
+    def _publish(self, start: Mapping[str, object]) -> None:
+        """Send this start to the other ranks. Only rank 0 calls it, and its first call counts."""
+        if not self._has_published:
+            self._has_published = True
             self._store.set("start", json.dumps(start))
 
-    def first(self, beginning: Beginning, policy: PolicySettings, gpus: Group) -> Retry:
+    def decide_first(self, beginning: Beginning, policy: PolicySettings, gpus: Group) -> Retry:
         """Return the decision after the last start, and send it to the other ranks."""
-        # The engine decides on devices and the number of ranks, so all ranks keep them.
+        # The engine decides on devices and the number of ranks, so no remedy may change them.
         config = replace(
             policy.config.without("min_num_gpus"),
             device="cpu",
@@ -192,30 +200,41 @@ class RankDriver(Driver):
         first = Retry(spec, "start", why)
         is_fresh = False
         failures = RankFailures(self.plan.run_dir)
-        history = failures.history(beginning.job, gpus)
+        history = failures.read_history(beginning.job, gpus)
         if history:
-            decided = self._after(history, policy)
+            decided = self._decide_after(history, policy)
+            is_fresh = decided is None
             first = decided or first
-            # the engine may have started more or fewer ranks than last time
+            # The engine may have started more or fewer ranks than last time.
             spec = shared_among(policy, first.spec, self.guest.world_size)
             first = replace(first, spec=spec)
-            is_fresh = decided is None
         number = beginning.attempts + 1
-        checkpoint = beginning.checkpoint
+        checkpoint = None
+        if beginning.checkpoint is not None:
+            checkpoint = str(beginning.checkpoint)
         start = {
             "job": beginning.job,
             "run_dir": str(self.plan.run_dir),
             "number": number,
-            "checkpoint": None if checkpoint is None else str(checkpoint),
+            "checkpoint": checkpoint,
             "spec": replace(first.spec, gpus=()).fields_as_json(),
             "is_fresh": is_fresh,  # whether earlier attempts no longer count
         }
         failures.write(f"attempt-{number}.json", start)
-        self.begin(start)
+        self._publish(start)
         return first
 
-    def _after(self, history: Sequence[EarlierStart], policy: PolicySettings) -> Retry | None:
-        """Return the decision after the last start, or None if the user started the job again."""
+    def _decide_after(
+        self, history: Sequence[EarlierStart], policy: PolicySettings
+    ) -> Retry | None:
+        """Return the decision after the last start.
+
+        Returns:
+            The decision, or None if nothing can be tried but the user started the job again.
+
+        Raises:
+            ConfigError: nothing can be tried, and the engine restarted the ranks by itself.
+        """
         last = history[-1]
         spec = last.attempt.spec
         if last.was_stopped:
@@ -225,7 +244,7 @@ class RankDriver(Driver):
         decision = decide(policy, self.plan.remedies, attempts, offers)
         while isinstance(decision, Retry) and decision.room is not None:
             assert decision.otherwise is not None
-            decision = decision.otherwise  # because a guest never waits for a GPU
+            decision = decision.otherwise  # a guest never waits for a GPU
         if isinstance(decision, Retry):
             return replace(decision, reason=f"the last start failed: {decision.reason}")
         is_bug = last.attempt.kind is FailureKind.BUG
@@ -236,9 +255,9 @@ class RankDriver(Driver):
             )
         return None
 
-    def follow(self, explain: Callable[[Summary], object]) -> Summary:
+    def _follow(self, explain: Callable[[Summary], object]) -> Summary:
         """Run a rank other than rank 0, in the run folder that rank 0 names."""
-        # If every rank printed the same lines, they would hide the differences.
+        # Lines that every rank repeats would hide the lines that differ.
         log.setLevel(logging.WARNING)
         start = self._await_start()
         signals = SignalWatch()
@@ -248,9 +267,9 @@ class RankDriver(Driver):
             checkpoint = start["checkpoint"]
             attempt = Attempt(number, spec, resumed_from=checkpoint)
             run_dir = Path(start["run_dir"])
-            # The resolvers' values are those of rank 0.
+            # Rank 0 has saved the resolvers' values, so that all ranks use the same values.
             plan = replace(self.plan, run_dir=run_dir, resolvers=resolvers_of(run_dir))
-            request = request_for(attempt, plan, plan.policy.asked)
+            request = build_request(attempt, plan, plan.policy.asked)
 
             def take(event: Event) -> None:
                 nonlocal attempt
@@ -263,7 +282,7 @@ class RankDriver(Driver):
                 signals.raise_if_received()
         finally:
             self.devices.queue.release()
-        attempt = ended(attempt, request, 0.0)
+        attempt = add_ending(attempt, request, 0.0)
         summary = Summary(
             "completed",
             request.run_dir,
@@ -278,10 +297,10 @@ class RankDriver(Driver):
         return summary
 
     def _await_start(self) -> dict[str, Any]:
-        """Return how this start begins.
+        """Wait for the start that rank 0 publishes, and return it.
 
         Raises:
-            ConfigError: rank 0 refuses.
+            ConfigError: rank 0 refuses to start, or publishes nothing in time.
         """
         until = time.monotonic() + _START_SECONDS
         while not self._store.check(["start"]):
@@ -295,10 +314,10 @@ class RankDriver(Driver):
 
 
 def _open_store(guest: GuestRank) -> Store:
-    """Open a store of this start alone, which also creates the trainer's process group.
+    """Open a store for this start alone. The trainer's process group uses it as well.
 
-    torchrun's store outlives its restarts with all its content, including the addresses of ranks
-    that have ended. So rank 0 opens another store, and publishes its port in torchrun's.
+    torchrun keeps its store over restarts with all its content, including the addresses of ranks
+    that have ended. So rank 0 opens another store, and publishes its port in torchrun's store.
     """
     from torch.distributed import TCPStore, rendezvous  # type: ignore[attr-defined]
 
@@ -328,7 +347,7 @@ def _open_store(guest: GuestRank) -> Store:
 
 
 class RankDevices(Devices):
-    """The GPU whose number is the local rank, reserved in the host's queue if there is one."""
+    """Reserves the GPU of one rank, whose number is the local rank, in the host's queue."""
 
     def __init__(
         self, guest: GuestRank, config: RobustConfig, job_name: str, run_dir: Path
@@ -337,11 +356,15 @@ class RankDevices(Devices):
         self._guest = guest
 
     def acquire(self, fewer: Sequence[int] = ()) -> Group:
-        """Reserve and return that GPU, or return no GPU if the rank trains on the CPU."""
+        """Reserve the rank's GPU and return it, or return no GPU if the rank trains on the CPU.
+
+        Without a queue the rank uses the GPU without a reservation, after a warning.
+        """
         group = self._find_gpu()
+        device = group[0].uuid if group else "cpu"
         self._config = replace(
             self._config,
-            device=group[0].uuid if group else "cpu",
+            device=device,
             auto_device=False,
             wait_for_gpu=False,
             allow_cpu_fallback=False,
@@ -353,6 +376,7 @@ class RankDevices(Devices):
         return group
 
     def _find_gpu(self) -> Group:
+        """Return the rank's GPU, or no GPU if the rank trains on the CPU."""
         if not self._config.picks_gpu and self._config.device == "cpu":
             return ()
         visible = self._read(False)
@@ -361,7 +385,7 @@ class RankDevices(Devices):
         import torch
 
         number = self._guest.local_rank % len(visible.gpus)
-        # Trainers that say just "cuda" get this GPU.
+        # A trainer that names the device just "cuda" gets this GPU.
         when_cuda_starts(torch, lambda: torch.cuda.set_device(number))
         return (visible.gpus[number],)
 
@@ -377,131 +401,3 @@ def _run_dir(guest: GuestRank, given: str | Path | None) -> Path:
     if HydraConfig.initialized() and not changes_each_time():
         return run_folder(None, "")
     return run_folder(guest.folder, "")
-
-
-# --- how earlier starts have failed -------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class EarlierStart:
-    """An attempt of an earlier start, and how its ranks failed."""
-
-    attempt: Attempt
-    # The source files of the failed rank's trainer, with the time of each file's last change.
-    code: Mapping[str, float]
-
-    @property
-    def was_stopped(self) -> bool:
-        """Whether a signal stopped all ranks, and none was killed or failed."""
-        is_stop = self.attempt.kind is FailureKind.INTERRUPTED
-        return is_stop and self.attempt.evidence.clue != Clue.KILLED
-
-    def code_has_changed(self) -> bool:
-        """Return whether any of the trainer's files has changed since the failure."""
-        return any(_changed_at(path) != at for path, at in self.code.items())
-
-
-def cause_of(ends: Sequence[RankEnd]) -> Failure:
-    """Return why an attempt failed: the earliest failure that is not a consequence of others.
-
-    If all reports are consequences (a lost connection, a request to stop), a rank without a report
-    was killed. If every rank was stopped, that is the reason. Pure.
-    """
-    counted = [end for end in ends if not end.was_stopped] or ends
-    root = min(counted, key=lambda end: end.order)
-    if root.report is not None:
-        return root.report.failure
-    killed = [str(end.rank) for end in ends if end.ending is None]
-    is_one = len(killed) == 1
-    what = f"rank {killed[0]} was" if is_one else f"ranks {', '.join(killed)} were"
-    return Failure(
-        FailureKind.INTERRUPTED,
-        f"{what} killed",
-        Evidence(clue=Clue.KILLED),
-        rank=root.rank if is_one else None,
-    )
-
-
-class RankFailures:
-    """The folder ``ranks/`` in a run folder."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self._journal = run_dir / "journal.jsonl"
-        self._folder = run_dir / "ranks"
-
-    def leave(self, number: int, rank: int, event: Failed) -> None:
-        """Record how this rank's part of attempt ``number`` failed."""
-        content = {
-            "at": time.time(),
-            "rank": rank,
-            "code": _code(),
-            "event": replace(event, error="").as_json(),
-        }
-        self.write(f"attempt-{number}.rank-{rank}.json", content)
-
-    def history(self, job: str, gpus: Group) -> Sequence[EarlierStart]:
-        """Return the job's earlier attempts that count, oldest first."""
-        attempts: dict[int, Attempt] = {}
-        names = (path.stem[len("attempt-") :] for path in self._folder.glob("*.json"))
-        for number in sorted(int(name) for name in names if name.isdigit()):
-            start = read_object(self._folder / f"attempt-{number}.json")
-            if start.get("job") != job:
-                continue
-            with contextlib.suppress(MalformedEventError):
-                spec = AttemptSpec.from_fields(start.get("spec"))
-                if start.get("is_fresh"):
-                    attempts.clear()
-                attempts[number] = Attempt(number, replace(spec, gpus=gpus))
-        # Rank 0's journal shows how far they got.
-        with contextlib.suppress(OSError):
-            for content in filter(None, json_lines(self._journal)):
-                which = content.get("attempt")
-                if which in attempts:
-                    with contextlib.suppress(MalformedEventError):
-                        attempts[which] = attempts[which].after(parse(content))
-        return [self._ended(attempt) for attempt in attempts.values()]
-
-    def _ended(self, attempt: Attempt) -> EarlierStart:
-        """Return an earlier attempt with its failure, as the files of its ranks show it."""
-        ends: list[RankEnd] = []
-        code: dict[int, dict[str, float]] = {}
-        for rank in range(attempt.spec.ranks):
-            name = f"attempt-{attempt.number}.rank-{rank}.json"
-            content = read_object(self._folder / name)
-            end = RankEnd(rank)
-            with contextlib.suppress(MalformedEventError, KeyError, TypeError):
-                event = parse(content["event"])
-                if isinstance(event, Failed):
-                    code[rank] = dict(content["code"])
-                    end = replace(end, ending=event, at=float(content["at"]))
-            ends.append(end)
-        failure = cause_of(ends)
-        return EarlierStart(
-            replace(attempt, failure=failure, seconds=0.0), code.get(failure.rank or 0, {})
-        )
-
-    def write(self, name: str, content: Mapping[str, object]) -> None:
-        """Write a file into the folder. A disk that refuses it costs a warning."""
-        try:
-            self._folder.mkdir(exist_ok=True)
-            write_json(self._folder / name, dict(content), durable=True)
-        except OSError as error:
-            path = self._folder / name
-            log.warning("cannot write %s: %s", path, error.strerror)
-
-
-def _code() -> dict[str, float]:
-    """Return the user's files that this process runs or has imported, with the time of each file's
-    last change."""
-    main = getattr(sys.modules["__main__"], "__file__", None) or ""
-    files = [main] + [path for _, path in find_user_modules()]
-    times = {path: _changed_at(path) for path in files}
-    return {path: at for path, at in times.items() if at}
-
-
-def _changed_at(path: str) -> float:
-    """Return when a file was last changed, 0 if it does not exist."""
-    try:
-        return os.stat(path).st_mtime
-    except OSError:
-        return 0.0

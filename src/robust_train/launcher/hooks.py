@@ -1,8 +1,9 @@
-"""Where a feature takes part in a job: eight hooks in the launcher, each combined by one rule.
+"""The hooks by which features take part in a job, in the launcher's process.
 
-A feature is one object per job. The job calls its hooks in the order of ``assembly.FEATURES``. No
-hook calls another hook, and features do not see each other: they share only the attempt.
-:meth:`InLauncher.begin` has a counterpart, ``close``, which is always called last.
+A feature's ``launcher.py`` subclasses :class:`InLauncher`, and each job creates one such object per
+feature. :class:`.job.Job` calls them all through :class:`Hooks`, in the order of
+``assembly.FEATURES``. For example, ``evidence`` of the first feature completes the attempt that the
+second feature receives. A hook calls no other hook, and features share nothing but the attempt.
 """
 
 from __future__ import annotations
@@ -42,24 +43,26 @@ History = Sequence[Attempt]
 
 @dataclass(frozen=True)
 class Pause:
-    """Answer of :meth:`InLauncher.tick`: end the attempt at its next checkpoint. The feature that
-    returns it also decides what comes next, in :meth:`InLauncher.overrule`."""
+    """Answer of :meth:`InLauncher.tick`: end the attempt at its next checkpoint.
+
+    The feature that returns it also decides what follows, in :meth:`InLauncher.overrule`.
+    """
 
     why: str
 
 
 @dataclass(frozen=True)
 class End:
-    """Answer of :meth:`Watch.poll`: end the attempt, because nothing happens in it any longer."""
+    """Answer of :meth:`Watch.poll`: end the attempt, because it no longer makes progress."""
 
     kill_in_seconds: float  # time for its processes to write their stacks
 
 
 class Watch:
-    """Watches the processes of an attempt for a feature.
+    """Watches the processes of one attempt for a feature. Each method does nothing by default.
 
-    Only attempts in processes of their own are watched: not those of ``isolation=none``, and not an
-    engine's ranks.
+    :class:`.running_attempt.RunningAttempt` creates it. So attempts in the launcher's process
+    (``isolation=none``) and ranks of an engine have no watch.
     """
 
     def __init__(
@@ -77,20 +80,23 @@ class Watch:
         """Note that the attempt printed something."""
 
     def poll(self, living: Mapping[int, Interpreter]) -> End | None:
-        """Check its living interpreters, by rank, at least twice a second. The first answer
-        counts."""
+        """Check the attempt, at least twice a second. The first answer of any watch counts.
+
+        Args:
+            living: the interpreters that still run, by rank.
+        """
         return None
 
     def explain(self, stacks: str) -> Failure:
-        """Record that this watch has ended the attempt, and return why it has failed then.
+        """Return the failure of an attempt that this watch has ended.
 
         Args:
-            stacks: what its threads were doing; empty if unknown.
+            stacks: the stacks of its threads, empty if unknown.
         """
         raise NotImplementedError
 
     def close(self) -> None:
-        """Clean up after its processes have ended."""
+        """Clean up after the attempt's processes have ended."""
 
 
 class JobView(Protocol):
@@ -106,11 +112,11 @@ class JobView(Protocol):
 
     @property
     def beginning(self) -> Beginning:
-        """Where this launch began. It exists once the run folder was read."""
+        """The job's id, and where this launch resumes. It exists once the run folder was read."""
 
     @property
     def state(self) -> RunState:
-        """The state of the job, as ``state.json`` has it."""
+        """The state of the job, which ``state.json`` holds."""
 
     @property
     def signals(self) -> SignalWatch:
@@ -125,8 +131,10 @@ class JobView(Protocol):
         """The checkpoint from which the next attempt would resume, None if none is recorded."""
 
     def look_for_checkpoint(self) -> Path | None:
-        """Return the newest checkpoint on disk, after a feature ruled some out. The next attempt
-        resumes from it, whatever its trainer reported."""
+        """Return the newest checkpoint on disk, after a feature has ruled out some checkpoints.
+
+        The next attempt resumes from it, whatever the trainer reported.
+        """
 
     def record(self, event: Event) -> None:
         """Record an event of the current attempt."""
@@ -143,7 +151,7 @@ class JobView(Protocol):
 
 
 class InLauncher:
-    """The launcher's half of a feature. Each hook does nothing unless it is overridden.
+    """A feature's half in the launcher. Each hook does nothing unless it is overridden.
 
     While an attempt runs in the launcher's process (``isolation=none``), another thread calls
     :meth:`tick`.
@@ -153,13 +161,16 @@ class InLauncher:
         self.job = job
 
     def begin(self) -> None:
-        """Start with the job, before its run folder is read. The last hook is :meth:`close`."""
+        """Start with the job, before its run folder is read."""
 
     def close(self) -> None:
-        """End with the job, after its end was recorded and its folder released."""
+        """End with the job, after its end was recorded and its folder released.
+
+        This hook is always called, even if :meth:`begin` failed.
+        """
 
     def request(self, request: AttemptRequest, attempt: Attempt) -> AttemptRequest:
-        """Return the request for the next attempt, changed for this feature. Chained."""
+        """Change the request for the next attempt. The next feature receives the result."""
         return request
 
     def event(self, event: Event, attempt: Attempt | None) -> None:
@@ -171,26 +182,33 @@ class InLauncher:
         """
 
     def tick(self, attempt: Attempt | None) -> Pause | None:
-        """Do periodic work, at least twice a second; the attempt is None between attempts. The
-        first answer counts."""
+        """Do periodic work, at least twice a second. The first answer of any feature counts.
+
+        Args:
+            attempt: the running attempt, None between attempts.
+        """
         return None
 
     def evidence(self, attempt: Attempt, history: History) -> Attempt:
-        """Add evidence to an attempt that has ended. Chained: the order of ``FEATURES`` is the
-        order of evidence."""
+        """Add evidence to an attempt that has ended. The next feature receives the result."""
         return attempt
 
     def overrule(self, history: History) -> Decision | None:
-        """Decide what comes after the last attempt, before any remedy is tried. None leaves the
-        decision to the others, and the first decision counts."""
+        """Decide what follows the last attempt, before any remedy is tried.
+
+        The first decision of any feature counts. None leaves the decision to the other features
+        and the remedies.
+        """
         return None
 
     def before(self, retry: Retry) -> None:
         """Wait until the next attempt can start. All features are called, in order."""
 
     def end(self, summary: Summary) -> Summary:
-        """Complete the summary of a job that has ended. Chained: after an exception there is a
-        warning, and this feature's share is missing."""
+        """Complete the summary of a job that has ended. The next feature receives the result.
+
+        If this hook raises an exception, the summary stays as it was, after a warning.
+        """
         return summary
 
 
@@ -198,8 +216,8 @@ class Hooks:
     """Calls the hooks of all features of one job.
 
     Args:
-        features: the features' halves in the launcher, by the names that warnings use, in the order
-            of evidence.
+        features: the features' halves in the launcher, in the order of evidence, by the names that
+            warnings use.
     """
 
     def __init__(self, features: Mapping[str, InLauncher]) -> None:
@@ -209,19 +227,19 @@ class Hooks:
     @classmethod
     def load(cls, features: Sequence[Feature], job: JobView) -> Hooks:
         """Create the features' halves in the launcher, with their view of the job."""
-        named = {
-            feature.name.replace("_", " "): load_named(feature.launcher)(job)
-            for feature in features
-            if feature.launcher
-        }
+        named: dict[str, InLauncher] = {}
+        for feature in features:
+            if feature.launcher:
+                make_half = load_named(feature.launcher)
+                named[feature.name.replace("_", " ")] = make_half(job)
         return cls(named)
 
     @contextmanager
-    def taking_part(self) -> Iterator[None]:
+    def open(self) -> Iterator[None]:
         """Call ``begin`` of all features, and at the end ``close`` in reverse order."""
-        with ExitStack() as ends:
+        with ExitStack() as stack:
             for feature in self._all:
-                ends.callback(feature.close)
+                stack.callback(feature.close)
                 feature.begin()
             yield
 
@@ -239,7 +257,10 @@ class Hooks:
     def tick(self, attempt: Attempt | None) -> Pause | None:
         """Let all features do their periodic work, and return the first answer."""
         answers = [feature.tick(attempt) for feature in self._all]
-        return next((answer for answer in answers if answer is not None), None)
+        for answer in answers:
+            if answer is not None:
+                return answer
+        return None
 
     def evidence(self, attempt: Attempt, history: History) -> Attempt:
         """Pass the attempt through all features, each of which may add evidence."""
@@ -248,7 +269,7 @@ class Hooks:
         return attempt
 
     def overrule(self, history: History) -> Decision | None:
-        """Return the first decision of a feature, None if none decides."""
+        """Return the first decision of a feature, None if no feature decides."""
         for feature in self._all:
             decision = feature.overrule(history)
             if decision is not None:
@@ -261,22 +282,22 @@ class Hooks:
             feature.before(retry)
 
     def end(self, summary: Summary, write: Callable[[Summary], object]) -> Summary:
-        """Pass the summary through all features.
+        """Pass the summary through all features, each of which may complete it.
 
-        It is written after each of them, since the next feature may take long.
+        The summary is written after each feature, since the next feature may take a long time.
         """
         for name, feature in self._named.items():
-            completed = computed(f"the {name}", partial(feature.end, summary)) or summary
-            if completed is not summary:
+            completed = compute_or_warn(f"the {name}", partial(feature.end, summary))
+            if completed is not None and completed is not summary:
                 summary = completed
                 write(summary)
         return summary
 
 
-def computed(what: str, compute: Callable[[], T]) -> T | None:
-    """Compute a value about a job, or return None, after a warning, if that fails.
+def compute_or_warn(what: str, compute: Callable[[], T]) -> T | None:
+    """Compute a value about a job. If that fails, log a warning and return None.
 
-    A job that has trained for days must not fail because of a figure about it.
+    A job that has trained for days must not fail because of a figure in its report.
     """
     try:
         return compute()

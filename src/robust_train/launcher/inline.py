@@ -1,7 +1,8 @@
-"""Runs attempts in the launcher's process, for ``isolation=none`` and for an engine's ranks.
+"""Calls the trainer in the launcher's process: for ``isolation=none`` and for an engine's ranks.
 
-This module is the launcher's only import of ``attempt/``. Jobs whose attempts have their own
-process never import it.
+:class:`.driver.InlineDriver` and :class:`.guest.RankDriver` use :class:`InlineExecutor`. This
+module is the launcher's only import of ``attempt/``, and thus of torch. Jobs whose attempts run in
+interpreters of their own never import it.
 """
 
 from __future__ import annotations
@@ -33,24 +34,26 @@ from robust_train.readable import first_line
 log = logging.getLogger("robust_train")
 
 
-def function_of(trainer: str | Trainer, ref: TrainerRef) -> Trainer:
-    """Return the trainer as a function.
+def load_trainer(trainer: str | Trainer, ref: TrainerRef) -> Trainer:
+    """Return the trainer as a function, imported if it is given by its path.
 
     Raises:
         ConfigError: its path cannot be imported.
     """
-    return load(ref) if isinstance(trainer, str) else trainer
+    if isinstance(trainer, str):
+        return load(ref)
+    return trainer
 
 
 class InlineExecutor:
-    """Calls the trainer directly.
+    """Runs attempts by calling the trainer in this process.
 
     Args:
         trainer: returns the trainer.
         rank: this process's rank.
-        flags: how several ranks agree on when to stop. Their processes end with the attempt, so
-            memory need not be returned.
-        on_failure: called first when an attempt failed.
+        flags: by which several ranks agree when to stop; None for a single rank. The process of
+            one of several ranks ends with its attempt, so it releases no memory.
+        on_failure: called when an attempt has failed, before the event is passed on.
     """
 
     def __init__(
@@ -77,7 +80,7 @@ class InlineExecutor:
         """Import the trainer.
 
         Raises:
-            ConfigError: it cannot be imported.
+            ConfigError: the trainer cannot be imported.
         """
         self._trainer()
 
@@ -90,15 +93,17 @@ class InlineExecutor:
         hold: tuple[int, ...] = (),
         tick: Callable[[], None] = lambda: None,
     ) -> Exit:
-        """Run an attempt, with ``tick`` in another thread. The reservations ``hold`` are open in
-        this process anyway."""
+        """Run an attempt, with ``tick`` in another thread.
+
+        ``hold`` is not used: the reservations' descriptors are open in this process anyway.
+        """
         was_bug = False
 
-        def tick_beside() -> None:
+        def tick_in_thread() -> None:
             try:
                 tick()
             except RunFolderLostError:
-                # Only a signal stops a trainer in this process.
+                # An exception in this thread would not stop the trainer. A signal does.
                 if not signals.received:
                     signals.deliver(signal.SIGTERM)
 
@@ -111,26 +116,26 @@ class InlineExecutor:
             on_event(event)
 
         @contextlib.contextmanager
-        def stopping(ask_trainer: Callable[[], None]) -> Iterator[None]:
+        def stop_on_signal(ask_trainer: Callable[[], None]) -> Iterator[None]:
             def stop(signum: int) -> None:
                 log.info("stopping: waiting for the trainer's last checkpoint")
                 ask_trainer()
 
             with signals.handed_to(stop):
-                if signals.received:  # a signal came just before
+                if signals.received:  # a signal arrived before the handler was set
                     stop(signals.received)
                 yield
 
         if self._memory_at_first is None:
             self._memory_at_first = StartingMemory()
         process_ends = self._flags is not None
-        with _variables_set(request.environ):
+        with _set_variables(request.environ):
             error = run_attempt(
                 request,
                 self._trainer,
                 take,
-                stopping=stopping,
-                tick=tick_beside,
+                stopping=stop_on_signal,
+                tick=tick_in_thread,
                 process_ends=process_ends,
                 rank=self._rank,
                 flags=self._flags,
@@ -139,37 +144,38 @@ class InlineExecutor:
         cleared_after = request.config.chosen("clear_after")
         keeps_frames = cleared_after is not None and "failure" not in cleared_after
         if error is not None and not keeps_frames and not process_ends:
-            _release(error, self._memory_at_first, on_event, keep_traceback=was_bug)
-        # The frames keep tensors alive, so only an error that ends the job keeps its frames.
-        return Exit(error=error if was_bug else None)
+            _release_memory(error, self._memory_at_first, on_event, keep_traceback=was_bug)
+        # The exception's frames keep tensors alive. Only a bug is returned, since it ends the job.
+        if was_bug:
+            return Exit(error=error)
+        return Exit()
 
 
-def _release(
+def _release_memory(
     error: BaseException,
     memory_at_first: StartingMemory,
     on_event: Callable[[Event], None],
     *,
     keep_traceback: bool,
 ) -> None:
-    """Release the memory of an attempt that ``error`` ended, and report memory that it still
-    holds."""
+    """Release the memory of an attempt that ``error`` ended, and warn of memory still in use."""
     try:
         left = release_and_check(error, memory_at_first, keep_traceback=keep_traceback)
         if left is not None:
             log.warning("%s", left)
             on_event(MemoryHeld(left))
-    # After a fault the device answers nothing.
+    # CUDA refuses every call after a fault of the device.
     except RuntimeError as refusal:
         log.warning("the attempt's memory is not released: %s", first_line(refusal))
 
 
+# CUDA reads the allocator's variable when it starts.
 _VARIABLES = (VARIABLE,) + trackers.VARIABLES
 
 
 @contextlib.contextmanager
-def _variables_set(environ: Mapping[str, str]) -> Iterator[None]:
-    """Set the variables of the allocator, which CUDA reads at its start, and of trackers, for this
-    attempt only."""
+def _set_variables(environ: Mapping[str, str]) -> Iterator[None]:
+    """Set the attempt's variables for the allocator and for trackers, for this attempt only."""
     before = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
     os.environ.update({name: environ[name] for name in _VARIABLES if name in environ})
     try:

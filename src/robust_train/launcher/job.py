@@ -1,7 +1,8 @@
 """The story of a job, top to bottom: before → take → request → run → evidence → decide → record.
 
-``entry.launch`` creates the :class:`Job` and calls :meth:`Job.run` in the launcher's process. The
-driver runs attempts and chooses their devices. Each capability takes part through :mod:`.hooks`.
+``entry.launch`` creates the :class:`Job` and calls :meth:`Job.run` in the launcher's process. Its
+driver (:mod:`.driver`) runs the attempts and finds their devices. Its run folder
+(:mod:`.run_folder`) records everything. Features take part through :mod:`.hooks`.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from robust_train.folder.state import RunState, Summary
 from robust_train.host.signals import SignalWatch
 from robust_train.launcher.driver import Driver
 from robust_train.launcher.ending import (
-    advised,
-    concluded,
-    doubt_of,
-    ended,
-    error_of,
-    failure_of_launcher,
+    add_advice,
+    add_decision,
+    add_ending,
+    classify_launcher_error,
+    load_error,
 )
 from robust_train.launcher.hooks import Hooks
 from robust_train.launcher.plan import Plan
-from robust_train.launcher.request import request_for
+from robust_train.launcher.request import build_request
 from robust_train.launcher.run_folder import RunFolder
+from robust_train.launcher.script_output import find_doubt
 from robust_train.model.attempt import Attempt
 from robust_train.model.errors import ConfigError, JobInterrupted, NoDeviceError, RunFolderLostError
 from robust_train.model.events import CheckpointSaved, DecidedAgain, Event, Failed, JobEnded
@@ -45,7 +46,8 @@ class Job:
     Args:
         plan: everything that is known before the first effect.
         driver: runs the attempts.
-        show_end: called with the summary and the command that resumes the job, empty if none does.
+        show_end: called with the summary and the command that resumes the job, or an empty string
+            if no command does.
     """
 
     def __init__(
@@ -85,13 +87,13 @@ class Job:
                 holds the run folder.
             JobInterrupted: after the summary was written.
         """
-        with self.signals, self.hooks.taking_part(), self.folder:
+        with self.signals, self.hooks.open(), self.folder:
             try:
                 self.checkpoint = self.beginning.checkpoint
-                self.folder.job_starts()
+                self.folder.record_job_start()
                 return self._train()
             except (Exception, JobInterrupted) as error:
-                # The end is recorded already, or another job has the folder.
+                # The end is recorded already, or another job has taken the folder.
                 if self.state.is_final or isinstance(error, RunFolderLostError):
                     raise
                 return self._end_with(error)
@@ -99,21 +101,22 @@ class Job:
     def _train(self) -> Summary:
         """Run attempts until an attempt completes or no remedy is left."""
         driver = self.driver
-        driver.open(self.signals, self.state.id, self.folder.token, self.sleep, self.folder.waits)
+        folder = self.folder
+        driver.open(self.signals, self.state.id, folder.token, self.sleep, folder.record_wait)
         try:
-            with self.folder.waiting():
+            with folder.measure_wait():
                 fewer = self.policy.fewer_ranks(self.plan.config.num_gpus)
                 gpus = driver.devices.acquire(fewer)
-            self.folder.acquired(gpus)
+            folder.record_devices(gpus)
             driver.executor.prepare(self._tick)
-            first = driver.first(self.beginning, self.policy, gpus)
+            first = driver.decide_first(self.beginning, self.policy, gpus)
             self._attempt_until_done(first)
         finally:
             driver.executor.close()
             driver.devices.queue.release()
         last = self.attempts[-1]
         if self.decision is None:
-            doubt = doubt_of(last)
+            doubt = find_doubt(last)
             if doubt:
                 log.warning("%s", doubt)
             return self._end("completed", doubt or None)
@@ -123,7 +126,7 @@ class Job:
         return self._end("failed", self.decision.reason)
 
     def _attempt_until_done(self, first: Retry) -> None:
-        """Run attempts as long as the decision after each is to retry."""
+        """Run attempts as long as the decision after each attempt is to retry."""
         self.decision = first
         if first.reason:
             log.info("%s", first.reason)
@@ -133,10 +136,10 @@ class Job:
             sleep=self.sleep,
             stop=tenacity.stop_never,
         )
-        retrying(self._next_attempt)
+        retrying(self._run_next_attempt)
 
-    def _next_attempt(self) -> Decision | None:
-        """Run the decided attempt once its devices are available; return the decision after it."""
+    def _run_next_attempt(self) -> Decision | None:
+        """Run the next attempt once its devices are available, and return the decision after it."""
         self.signals.check()
         self._wait_for_room()
         if not isinstance(self.decision, Retry):
@@ -144,18 +147,18 @@ class Job:
         self.hooks.before(self.decision)
         spec = self.decision.spec
         if not self.attempts or self.driver.devices.take(spec.gpus):
-            self._attempt(spec)
+            self._run_attempt(spec)
         else:
-            # The new decision is not followed here, because it may start with a pause.
-            problem = f"{spec.device} went to another job meanwhile"
+            # The new decision takes effect at the next call, because it may start with a pause.
+            problem = f"another job took {spec.device} in the meantime"
             self._decide_again(self._decide(tuple(self.attempts)), "lost_race", problem)
         return self.decision
 
     def _wait_for_room(self) -> None:
-        """Wait for the GPUs that the decision needs. If the wait is in vain, decide again."""
+        """Wait for the GPUs that the next attempt needs. If they do not come, decide again."""
         while isinstance(self.decision, Retry) and self.decision.room is not None:
             retry = self.decision
-            with self.folder.waiting():
+            with self.folder.measure_wait():
                 outcome = self.driver.wait_for_room(retry, self.policy, tuple(self.attempts))
             if isinstance(outcome, Retry):
                 self.decision = outcome
@@ -165,17 +168,17 @@ class Job:
             self._decide_again(retry.otherwise, "waited_in_vain", outcome)
 
     def _decide_again(self, decision: Decision | None, why: str, problem: str) -> None:
-        """Record another decision after the last attempt: the first cannot be carried out."""
+        """Record another decision after the last attempt, because the first cannot be followed."""
         assert decision is not None, "the last attempt has failed"
         self.decision = decision
         problem = self.plan.words.text(problem)
-        self.attempts[-1] = last = concluded(self.attempts[-1], decision)
+        self.attempts[-1] = last = add_decision(self.attempts[-1], decision)
         again = DecidedAgain(why, problem, last.action, decision.reason)
         self.folder.record(again, last.number)
         log.warning("%s; %s", problem, decision.reason)
 
-    def _attempt(self, spec: AttemptSpec) -> None:
-        """Run an attempt, gather the evidence of its end, and decide what comes next."""
+    def _run_attempt(self, spec: AttemptSpec) -> None:
+        """Run an attempt, and decide from the evidence of its end what comes next."""
         request = self._begin_attempt(spec)
         started = time.monotonic()
         process_exit = self.driver.run(
@@ -188,32 +191,36 @@ class Job:
             ending = attempt.ending
             if isinstance(ending, Failed) and ending.config_error:
                 raise ConfigError(ending.config_error) from process_exit.error
-            first = self.attempts[0] if self.attempts else attempt
-            self._conclude(ended(attempt.resumed_like(first), request, seconds))
+            if self.attempts:
+                attempt = attempt.infer_start_step(self.attempts[0])
+            self._conclude(add_ending(attempt, request, seconds))
 
     def _begin_attempt(self, spec: AttemptSpec) -> AttemptRequest:
         """Record that an attempt starts from the newest checkpoint, and return its request."""
         number = self.beginning.attempts + 1 + len(self.attempts)
         if self.attempts:  # the first attempt's checkpoint was read at the start of the launch
-            self.checkpoint = self.folder.newest_checkpoint(self.checkpoint, sleep=self.sleep)
-        resumed_from = None if self.checkpoint is None else str(self.checkpoint)
-        saved_steps = {attempt.checkpoint: attempt.saved_step for attempt in self.attempts}
-        start_step = saved_steps.get(resumed_from) if resumed_from else None
-        attempt = Attempt(number, spec, time.time(), resumed_from, start_step=start_step or 0)
-        self.folder.attempt_starts(attempt)
-        request = request_for(attempt, self.plan, self.policy.asked, is_first=not self.attempts)
+            self.checkpoint = self.folder.find_newest_checkpoint(self.checkpoint, sleep=self.sleep)
+        resumed_from = None
+        start_step = 0
+        if self.checkpoint is not None:
+            resumed_from = str(self.checkpoint)
+            saved_steps = {attempt.checkpoint: attempt.saved_step for attempt in self.attempts}
+            start_step = saved_steps.get(resumed_from) or 0
+        attempt = Attempt(number, spec, time.time(), resumed_from, start_step=start_step)
+        self.folder.record_attempt_start(attempt)
+        request = build_request(attempt, self.plan, self.policy.asked, is_first=not self.attempts)
         return self.hooks.request(request, attempt)
 
     def _conclude(self, attempt: Attempt) -> None:
         """Decide what comes after an attempt that has ended, and record both."""
-        attempt = advised(self.hooks.evidence(attempt, self.attempts), self.plan)
+        attempt = add_advice(self.hooks.evidence(attempt, self.attempts), self.plan)
         self.decision = self._decide((*self.attempts, attempt))
-        attempt = concluded(attempt, self.decision)
+        attempt = add_decision(attempt, self.decision)
         if isinstance(self.decision, Retry):
-            # The frames of the exception would keep memory in use during the next attempt.
+            # The exception's frames would keep memory in use during the next attempt.
             attempt = replace(attempt, exit=replace(attempt.exit, error=None))
         self.attempts.append(attempt)
-        self.folder.decided(attempt, self.decision)
+        self.folder.record_decision(attempt, self.decision)
 
     def _decide(self, history: tuple[Attempt, ...]) -> Decision | None:
         """Return the decision after the last attempt, None if it completed."""
@@ -230,7 +237,7 @@ class Job:
 
     def look_for_checkpoint(self) -> Path | None:
         """Return the newest checkpoint on disk, from which the next attempt resumes."""
-        self.checkpoint = self.folder.newest_checkpoint()
+        self.checkpoint = self.folder.find_newest_checkpoint()
         return self.checkpoint
 
     def was_stopped(self, attempt: Attempt) -> bool:
@@ -240,7 +247,7 @@ class Job:
         return not attempt.failed_by_itself
 
     def _on_event(self, event: Event) -> None:
-        """Take an event of the current attempt into the job, and record it."""
+        """Update the job with an event of the current attempt, and record the event."""
         self.policy = self.policy.after(event)
         if isinstance(event, CheckpointSaved) and event.is_useful:
             self.checkpoint = Path(event.path)
@@ -277,7 +284,7 @@ class Job:
 
     def _end_with(self, error: BaseException) -> Summary:
         """Record the end of a job that an error ended, and raise the exception for its caller."""
-        status, reason, raised = failure_of_launcher(error, self.folder.pruned)
+        status, reason, raised = classify_launcher_error(error, self.folder.pruned)
         code = getattr(raised, "exit_code", None)
         summary = self._end(status, self.plan.words.text(reason), code)
         if raised is None:
@@ -287,11 +294,10 @@ class Job:
         raise raised
 
     def _end(self, status: str, reason: str | None, exit_code: int | None = None) -> Summary:
-        last = self.attempts[-1] if self.attempts else None
+        """Record the job's end, write its summary, and show it."""
         summary = Summary(
             status=status,
             reason=reason,
-            result=None if last is None else last.result,
             run_dir=self.plan.run_dir,
             wall_seconds=time.monotonic() - self._started,
             earlier_seconds=self.state.earlier_seconds,
@@ -299,15 +305,19 @@ class Job:
             attempts=tuple(self.attempts),
             checkpoint=self.checkpoint,
             best=self.folder.find_best(),
-            error=None if last is None else error_of(last),
         )
+        if self.attempts:
+            last = self.attempts[-1]
+            summary = replace(summary, result=last.result, error=load_error(last))
         self.folder.record(JobEnded(status, reason))
         # The summary is written first, because features take time to complete it and may fail.
         summary.write()
-        self.folder.ended(status, reason, exit_code, summary.wall_seconds)
+        self.folder.record_end(status, reason, exit_code, summary.wall_seconds)
         summary = self.hooks.end(summary, Summary.write)
-        # Otherwise the caller prints one line.
+        # A failure with an exit code has an exception, for which the caller prints one line.
         if status != "failed" or exit_code is None:
-            how = self.driver.how_to_resume(self.plan, self.state) if self.plan.may_resume else ""
+            how = ""
+            if self.plan.may_resume:
+                how = self.driver.how_to_resume(self.plan, self.state)
             self._show_end(summary, how)
         return summary

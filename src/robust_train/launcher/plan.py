@@ -1,7 +1,7 @@
-"""A launch as a frozen value: its config, its trainer, its run folder and its surroundings.
+"""Plans a launch: computes everything that is known before its first effect, as a frozen value.
 
-``entry.launch`` calls :func:`plan_job` before the first effect. Everything that can be known by
-then is computed here once.
+``entry.launch`` calls :func:`plan_job` in the launcher's process, and :class:`.guest.RankDriver`
+calls it in each rank of an engine's job. The rest of the launcher reads the :class:`Plan`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from robust_train.policy.sizes import PolicySettings
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The program around a job: a sweep, or a terminal that the job has to itself."""
+    """What surrounds a job: a sweep, or a terminal that no other job uses."""
 
     sweep_folder: Path | None = None
     owns_terminal: bool = False
@@ -44,20 +44,20 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class Plan:
-    """One launch of a job, before its first effect."""
+    """The plan of one launch of a job."""
 
     config: RobustConfig
     cfg: DictConfig  # the composed config
-    resolved_cfg: DictConfig  # the same, with every value that can be resolved
+    resolved_cfg: DictConfig  # the same config, with every interpolation resolved that can be
     trainer: Trainer | str
     trainer_ref: TrainerRef
     name: str  # the job's name, for people
     run_dir: Path
     surroundings: Surroundings
-    resolvers: Resolvers  # values of `${now:…}` and the like, the same in all attempts of a job
+    resolvers: Resolvers  # keep values such as `${now:…}` the same in all attempts of a job
     policy: PolicySettings
     values_used: frozenset[str]  # the values of an attempt that reach its script
-    numbers_gpus: bool  # whether CUDA_VISIBLE_DEVICES of attempts has numbers instead of UUIDs
+    numbers_gpus: bool  # whether attempts get GPU numbers in CUDA_VISIBLE_DEVICES, not UUIDs
     # This process's environment, without the notification URLs that the config names.
     environ: dict[str, str]
     remedies: Remedies
@@ -71,7 +71,7 @@ class Plan:
 
     @property
     def words(self) -> Words:
-        """The wording of keys in messages."""
+        """Words the keys in messages as the user's project names them."""
         return Words(self.config.theirs)
 
 
@@ -89,12 +89,14 @@ def plan_job(
 
     Args:
         trainer: a callable, its dotted path, or None for ``trainer._target_``.
-        cfg: the composed config. The plan has a copy, since a program may call again.
-        run_dir: the run folder, or None for Hydra's, or a new folder.
+        cfg: the composed config. The plan keeps a copy, because a program may reuse its config for
+            another launch.
+        run_dir: the run folder, or None for Hydra's folder or a new folder.
         remedies: the remedies to try after a failure.
         features: the features that take part, in the order of evidence.
-        guest: set if an engine such as torchrun started this process and restarts it.
-        refuse: called with the config; raises ConfigError if this launch cannot carry it out.
+        guest: whether an engine such as torchrun started this process and restarts it.
+        refuse: called with the config. It raises ConfigError if this launch cannot support the
+            config.
 
     Raises:
         ConfigError: the config, trainer or run folder cannot be used.
@@ -112,13 +114,15 @@ def plan_job(
     refuse(config)
     if not trainer:
         trainer = target_of(config)
-    used = values_used(cfg, config)
+    used = find_values_used(cfg, config)
     name = job_name_of(config, trainer)
     trainer_ref = TrainerRef.of(trainer, inline=config.runs_inline)
-    policy = policy_settings(config, used)
+    policy = make_policy_settings(config, used)
     folder = run_folder(run_dir, name)
     refuse_other_version(folder, resume=config.resume)
-    resumes = config.resume and not guest
+    command = None
+    if config.resume and not guest:
+        command = resume_command(folder, is_named=run_dir is not None)
     plan = Plan(
         config=config,
         cfg=cfg,
@@ -135,7 +139,7 @@ def plan_job(
         environ=environ,
         remedies=remedies,
         features=features,
-        resume_command=resume_command(folder, is_named=run_dir is not None) if resumes else None,
+        resume_command=command,
     )
     for feature in features:
         if feature.plans:
@@ -143,15 +147,20 @@ def plan_job(
     return plan
 
 
-def values_used(cfg: DictConfig, config: RobustConfig) -> set[str]:
-    """Return the values of an attempt that a script's command names: its placeholders, or the keys
-    of its batch."""
+def find_values_used(cfg: DictConfig, config: RobustConfig) -> set[str]:
+    """Return the values of an attempt that reach its script.
+
+    A script's command names them by placeholders such as ``{checkpoint}``, or by interpolations
+    such as ``${training.batch_size}``.
+    """
     trainer = config.trainer
     words = " ".join((trainer.argv or ()) + trainer.resume_argv)
-    written = str(OmegaConf.to_container(ours(cfg).trainer, resolve=False))
-    keys = ("batch_size", "gradient_accumulation_steps")
-    used = placeholders_in(words) | {key for key in keys if f"training.{key}}}" in written}
-    # A script that divides the effective batch by the accumulation has the micro-batch.
+    used = placeholders_in(words)
+    unresolved = str(OmegaConf.to_container(ours(cfg).trainer, resolve=False))
+    for key in ("batch_size", "gradient_accumulation_steps"):
+        if f"training.{key}}}" in unresolved:
+            used.add(key)
+    # A script can divide the effective batch by either value to get the other.
     if used >= {"effective_batch_size", "gradient_accumulation_steps"}:
         used.add("batch_size")
     if used >= {"effective_batch_size", "batch_size"}:
@@ -159,16 +168,13 @@ def values_used(cfg: DictConfig, config: RobustConfig) -> set[str]:
     return used
 
 
-def policy_settings(
+def make_policy_settings(
     config: RobustConfig,
     used: Collection[str],  # the values of an attempt that reach its script
 ) -> PolicySettings:
     """Return the settings that a job's decisions depend on."""
+    # A setting that the user exported takes precedence, and WSL does not support the feature.
+    may_use_segments = exported_expandable_segments(os.environ) is None and not is_wsl()
     return PolicySettings.of(
-        config,
-        environ=os.environ,
-        may_use_expandable_segments=(
-            exported_expandable_segments(os.environ) is None and not is_wsl()
-        ),
-        used=used,
+        config, environ=os.environ, may_use_expandable_segments=may_use_segments, used=used
     )

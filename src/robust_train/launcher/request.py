@@ -1,7 +1,7 @@
-"""Builds the request for one attempt: its config, its environment, and where it resumes.
+"""Builds the request for one attempt: its config, its environment, and its checkpoint.
 
-:class:`.job.Job` calls :func:`request_for` in the launcher; the attempt's process reads the
-request.
+:class:`.job.Job` and :class:`.guest.RankDriver` call :func:`build_request` in the launcher's
+process. The attempt's process receives the request and runs it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from robust_train.model.spec import AttemptSpec, Knob
 from robust_train.queue.devices import name_for_trainer
 
 
-def request_for(
+def build_request(
     attempt: Attempt, plan: Plan, requested: AttemptSpec, *, is_first: bool = True
 ) -> AttemptRequest:
     """Return the request for an attempt that starts.
@@ -30,12 +30,12 @@ def request_for(
     Args:
         attempt: the attempt.
         plan: the job's plan.
-        requested: the requested split of the batch.
+        requested: the batch and its split that the user requested.
         is_first: whether the attempt is the first of its launch.
     """
     spec = attempt.spec
     config = plan.config
-    environ = attempt_environment(os.environ, spec, by_index=plan.numbers_gpus)
+    environ = build_environment(os.environ, spec, by_index=plan.numbers_gpus)
     device = name_for_trainer(spec.gpus, os.environ, own_process=not config.runs_inline)
     own_config = for_attempt(config, spec, device)
     resumed_from = attempt.resumed_from
@@ -61,32 +61,34 @@ def request_for(
 
 
 def _start_method() -> str | None:
-    """Return the program's start method for multiprocessing, None if it has not chosen any.
-
-    A joblib worker uses joblib's method, which other processes do not have.
-    """
+    """Return the program's start method for multiprocessing, None if it has not chosen a method."""
     method = multiprocessing.get_start_method(allow_none=True)
-    return method if method in multiprocessing.get_all_start_methods() else None
+    # A joblib worker uses joblib's own method, which does not exist in other processes.
+    if method in multiprocessing.get_all_start_methods():
+        return method
+    return None
 
 
-def attempt_environment(
+def build_environment(
     environ: Mapping[str, str],  # the launcher's environment
     spec: AttemptSpec,
     *,
-    # Number the GPUs, for programs that parse integers. Otherwise use UUIDs, also if NVML and CUDA
-    # may count differently.
+    # Whether to number the GPUs, for programs that parse integers. UUIDs are safer, because NVML
+    # and CUDA may count differently.
     by_index: bool = False,
 ) -> dict[str, str]:
-    """Return the launcher's environment for an attempt: only its GPUs (or none) are visible, and
-    variables that a command set for its own Hydra are removed."""
+    """Return the environment of an attempt, in which only its own GPUs are visible.
+
+    Variables that one of our commands set for its own Hydra are removed.
+    """
     for_hydra = environ.get(SET_FOR_HYDRA_VARIABLE, "").split()
     left_out = {SET_FOR_HYDRA_VARIABLE, *for_hydra}
     environ = {name: value for name, value in environ.items() if name not in left_out}
     for kind in parts_like(Knob):
-        environ = spec.of(kind).exported(environ)
+        environ = spec.of(kind).apply_to_environ(environ)
     return {
         **environ,
         "CUDA_VISIBLE_DEVICES": mask_for(spec.gpus, by_index=by_index),
-        # Then a program that prints or parses indices agrees with nvidia-smi.
+        # With this order, indices that a program prints or parses agree with nvidia-smi.
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
     }

@@ -1,6 +1,7 @@
-"""A job's run folder, as its launcher keeps it: lock, journal, ``state.json`` and ``requests/``.
+"""Keeps a job's run folder during a launch: its lock, journal, ``state.json`` and ``requests/``.
 
-:class:`.job.Job` holds a `RunFolder` for its whole launch, in the launcher's process.
+:class:`.job.Job` enters one :class:`RunFolder` for its whole launch, in the launcher's process, and
+sends it each event. Other processes read the files through :mod:`robust_train.folder`.
 """
 
 from __future__ import annotations
@@ -56,19 +57,20 @@ from robust_train.report import narration
 log = logging.getLogger("robust_train")
 
 _POLL_SECONDS = 0.4
+# The states of a job in which its attempts take requests.
 _TAKING_REQUESTS = ("running", "between attempts", "stopping")
-_MOST_IDS = 50
+_MOST_IDS = 50  # how many ids of earlier jobs in the folder are kept
 
 
 class RunFolder:
-    """Holds the lock, keeps the state and takes the requests of a launch; a context manager.
+    """Holds the lock, writes the records and answers requests, as a context manager.
 
     If the disk fails, the job continues after one warning.
 
     Args:
         plan: the job's plan.
-        signals: those of the launcher's process.
-        on_event: called with each recorded event and the attempt after it.
+        signals: the signals of the launcher's process.
+        on_event: called with each recorded event, and with the attempt that includes the event.
 
     Raises:
         ConfigError: a live job holds the folder. Nothing was written.
@@ -111,9 +113,10 @@ class RunFolder:
             )
         self._file = StateFile(run_dir, state, self._lock.check)
         self._journal = Journal(run_dir / "journal.jsonl")
-        self._is_counted = self._was_asked_to_stop = False
+        self._is_counted = False  # whether this launch counts towards `max_launches`
+        self._was_asked_to_stop = False
         self.beginning: Beginning  # exists once the run folder is entered
-        self.pruned = ""  # why a sweep stopped the job
+        self.pruned = ""  # why a sweep stopped the job, empty if no sweep did
         self.wait_seconds = 0.0  # time waited for GPUs, in this launch
         self._next_poll = 0.0
 
@@ -162,7 +165,7 @@ class RunFolder:
         return self
 
     def _take_id(self, job: str) -> None:
-        """Take the job's id. The id of an earlier job in this folder still leads here."""
+        """Set the job's id in the state. Commands still find the folder by its earlier ids."""
         before = self.state
         if before.id == job:
             return
@@ -173,12 +176,11 @@ class RunFolder:
 
     def __exit__(self, kind: object, error: BaseException | None, frames: object) -> None:
         if not self.state.is_final:
-            is_stop = isinstance(error, KeyboardInterrupt)
-            self.ended(
-                "interrupted" if is_stop else "failed",
-                str(error) or type(error).__name__,
-                getattr(error, "exit_code", None),
-            )
+            status = "failed"
+            if isinstance(error, KeyboardInterrupt):
+                status = "interrupted"
+            reason = str(error) or type(error).__name__
+            self.record_end(status, reason, getattr(error, "exit_code", None))
         if not isinstance(error, RunFolderLostError):
             self._refuse_requests()
         self._lock.release()
@@ -186,13 +188,13 @@ class RunFolder:
     def _refuse_requests(self) -> None:
         for suffix in (TAKEN, NEW):
             for request in find_requests(self._run_dir, suffix):
-                request.answer({"error": "the run ended before it came to that"})
+                request.answer({"error": "the run ended before it handled this request"})
 
     def tick(self) -> None:
-        """Take requests and write what is due. Called twice a second, by any thread.
+        """Answer requests, and write the state if it is due. Any thread may call it, often.
 
         Raises:
-            RunFolderLostError: another job has the folder by now.
+            RunFolderLostError: another job has taken the folder.
         """
         now = time.monotonic()
         if now < self._next_poll:
@@ -204,25 +206,25 @@ class RunFolder:
         for request in find_requests(self._run_dir):
             state = self.state.state
             if request.verb == LAUNCHERS_VERB:
-                self._stop(request)
+                self._handle_stop(request)
             elif state not in _TAKING_REQUESTS and request.take():
-                what = f"the run is {state}; try later"
-                request.answer({"error": f"no attempt runs that could do that: {what}"})
+                problem = f"no attempt can do this while the run is {state}; try later"
+                request.answer({"error": problem})
         if not self._signals.received and self._sweep_is_stopped():
             log.info("the sweep is stopped")
             self._signals.deliver(signal.SIGTERM)
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count the seconds within the block as a wait for a GPU."""
+    def measure_wait(self) -> Iterator[None]:
+        """Add the duration of the ``with`` block to ``wait_seconds``."""
         started = time.monotonic()
         try:
             yield
         finally:
             self.wait_seconds += time.monotonic() - started
 
-    def waits(self, status: WaitStatus) -> None:
-        """Record that the job waits for a GPU."""
+    def record_wait(self, status: WaitStatus) -> None:
+        """Record the status of the job's wait for a GPU."""
         obstacles = self._plan.words.text(status.obstacles)
         status = replace(status, obstacles=obstacles)
         waiting = {
@@ -233,8 +235,8 @@ class RunFolder:
         self._change(state="waiting", waiting=waiting)
         self._on_event(status, self.state.attempt)
 
-    def job_starts(self) -> None:
-        """Log and record that the unfinished job resumes, or a new job starts."""
+    def record_job_start(self) -> None:
+        """Record that the job starts, and log the checkpoint from which it resumes."""
         plan = self._plan
         plan.resolvers.warn_of_earlier_values()
         plan.resolvers.save(plan.run_dir, self.beginning.job)
@@ -254,9 +256,8 @@ class RunFolder:
                 self.beginning.checkpoint,
             )
 
-    def acquired(self, gpus: Group) -> None:
-        """Record that the job has a device, after a wait, and that the trainer is being
-        imported."""
+    def record_devices(self, gpus: Group) -> None:
+        """Record the devices of the job, which now imports its trainer."""
         self._lock.check()
         self._change(state="starting", waiting=None)
         self.record(
@@ -268,14 +269,14 @@ class RunFolder:
             )
         )
 
-    def newest_checkpoint(
+    def find_newest_checkpoint(
         self, reported: Path | None = None, sleep: Callable[[float], None] = time.sleep
     ) -> Path | None:
         """Return the newest checkpoint of the job.
 
         Args:
-            reported: the checkpoint that its trainer reported.
-            sleep: waits for a disk that is unreachable.
+            reported: the checkpoint that the trainer reported last.
+            sleep: called with the seconds to wait while the disk is unreachable.
         """
         return resume_from(self._run_dir, self.beginning.job, reported, sleep=sleep)
 
@@ -283,8 +284,8 @@ class RunFolder:
         """Return the best checkpoint for ``summary.json``, None if no checkpoint has a metric."""
         return best_in(self._run_dir / "checkpoints")
 
-    def attempt_starts(self, attempt: Attempt) -> None:
-        """Log and record the start of an attempt. The launch counts from its first attempt on."""
+    def record_attempt_start(self, attempt: Attempt) -> None:
+        """Log and record the start of an attempt. The first attempt makes the launch count."""
         narration.announce(attempt.number, attempt.spec)
         self._lock.check()
         if not self._is_counted:
@@ -295,10 +296,10 @@ class RunFolder:
         self.record(started, attempt.number)
 
     def record(self, event: Event, attempt: int | None = None) -> None:
-        """Record an event of the job, or of its attempt with this number.
+        """Record an event of the attempt with this number, or of the job if the number is None.
 
         Raises:
-            RunFolderLostError: another job has the folder by now.
+            RunFolderLostError: another job has taken the folder.
         """
         self._lock.check()
         if event.is_journaled:
@@ -306,43 +307,50 @@ class RunFolder:
         self._update(lambda state: state.after(event))
         self._on_event(event, self.state.attempt)
 
-    def decided(self, attempt: Attempt, decision: Decision | None) -> None:
-        """Log and record an attempt's end and what comes next, and refuse requests that it left
-        open."""
+    def record_decision(self, attempt: Attempt, decision: Decision | None) -> None:
+        """Log and record an attempt's end and the decision, and refuse its unanswered requests."""
         narration.log_end(attempt, decision)
         self.record(AttemptEnded(attempt), attempt.number)
-        self._change(
-            state="between attempts",
-            reason=self.state.reason if decision is None else decision.reason,
-            attempt=attempt,
-        )
+        reason = self.state.reason
+        if decision is not None:
+            reason = decision.reason
+        self._change(state="between attempts", reason=reason, attempt=attempt)
         for request in find_requests(self._run_dir, TAKEN):
             request.answer({"error": f"the attempt ended first ({attempt.outcome})"})
 
-    def ended(
+    def record_end(
         self,
         status: str,
         reason: str | None,
         exit_code: int | None = None,
         wall_seconds: float | None = None,
     ) -> None:
-        """Record the job's end. ``status`` and ``reason`` are those of ``summary.json``."""
+        """Record the job's end, with the ``status`` and the ``reason`` of ``summary.json``.
+
+        A launch that ended by a mistake in the config, a user's stop or a bug no longer counts
+        towards ``max_launches``, because the next launch may well succeed.
+        """
         if status == "completed":
             complete_job(self._run_dir, self.beginning.job)
-        code = EXIT_CODES.get(status) if exit_code is None else exit_code
+        code = exit_code
+        if code is None:
+            code = EXIT_CODES.get(status)
         was_asked = self._is_users_stop(status)
         attempt = self.state.attempt
         is_bug = status == "failed" and attempt is not None and attempt.is_sure_bug
         if self._is_counted and (code == EXIT_BAD_CONFIG or was_asked or is_bug):
             self._is_counted = False
             count_launch(self._run_dir, self.beginning.job, -1)
+        ended = time.time()
+        if wall_seconds is not None:
+            ended = self.state.started + wall_seconds
         self._change(
             state=status,
             reason=reason,
             exit_code=code,
             waiting=None,
             was_asked_to_end=was_asked,
-            ended=time.time() if wall_seconds is None else self.state.started + wall_seconds,
+            ended=ended,
         )
 
     def _is_users_stop(self, status: str) -> bool:
@@ -359,19 +367,20 @@ class RunFolder:
         self._update(lambda state: replace(state, **changes))
 
     def _update(self, change: Callable[[RunState], RunState]) -> None:
-        def stopping(state: RunState) -> RunState:
+        """Change the state. After a signal an unfinished job is always "stopping"."""
+
+        def change_and_mark_stop(state: RunState) -> RunState:
             state = change(state)
             if self._signals.received and not state.is_final:
                 state = replace(state, state="stopping")
             return state
 
-        self._file.update(stopping)
+        self._file.update(change_and_mark_stop)
 
-    def _stop(self, request: Request) -> None:
-        """Stop the job as SIGTERM does."""
+    def _handle_stop(self, request: Request) -> None:
+        """Stop the job as SIGTERM does, or answer why that is impossible."""
         if not request.take():
             return
-        problem = ""
         signals = self._signals
         is_stopping = signals.received and not signals.is_pausing
         if not signals.watches(signal.SIGTERM):
@@ -379,9 +388,10 @@ class RunFolder:
                 "this job takes no signals (it is under a scheduler, or not in its process's "
                 "main thread); stop it where it was started"
             )
-        elif is_stopping and not request.options.get("now"):
-            problem = "it is stopping already; --now ends it without waiting for a checkpoint"
-        if problem:
+            request.answer({"error": problem})
+            return
+        if is_stopping and not request.options.get("now"):
+            problem = "the run is stopping already; --now ends it without waiting for a checkpoint"
             request.answer({"error": problem})
             return
         answer = {

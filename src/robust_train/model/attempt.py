@@ -1,7 +1,8 @@
-"""The record of an attempt, from its start to the decision after it.
+"""Holds the record of an attempt, from its start to the decision after it.
 
-The launcher folds the attempt's events into it. It is the only record: journal, ``state.json``,
-``summary.json``, a sweep's row, the table and the report show some of its fields.
+The launcher creates an :class:`Attempt` and updates it with each event (:meth:`Attempt.after`).
+There is no other record: the journal, ``state.json``, ``summary.json``, a sweep's row and the
+report all show fields of it, so every process that reads a run folder parses it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from robust_train.model.events import (
 )
 from robust_train.model.exit import Exit
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
-from robust_train.model.gpu import Group, gpus_of
+from robust_train.model.gpu import Group, select_gpus
 from robust_train.model.json import finite
 from robust_train.model.parts import Part, Record, parts_like
 from robust_train.model.spec import AttemptSpec
@@ -44,6 +45,7 @@ N = TypeVar("N", bound="Note")
 UNFINISHED = "unfinished"
 COMPLETED = "completed"
 
+# Fields that only the launcher reads, so they are not written to files.
 _OF_THE_LAUNCHER = {"number", "spec", "ending", "script", "exit", "keeps_batch", "split_changes"}
 _OF_THE_COUNTS = {"began_training", "first_step", "saved_step", "saves"}
 _NOT_IN_FILES = _OF_THE_LAUNCHER | _OF_THE_COUNTS
@@ -53,78 +55,76 @@ _NOT_IN_FILES = _OF_THE_LAUNCHER | _OF_THE_COUNTS
 class Note(Part):
     """A feature's fields in the record of an attempt."""
 
-    # The events that may change it. Other events, such as each step's, are not passed to it.
+    # The classes of events that may change the note. Frequent events cost less if few notes
+    # receive them.
     folds: ClassVar[tuple[type[Event], ...]] = (Event,)
 
     def after(self: N, event: Event, attempt: Attempt) -> N:
-        """Return the note after another event, which the attempt's own fields have already
-        taken."""
+        """Return the note after another event.
+
+        Args:
+            event: the event.
+            attempt: the attempt, whose own fields are updated already.
+        """
         return self
-
-
-@functools.cache
-def _notes_folding(event: type[Event]) -> tuple[type[Note], ...]:
-    """Return the notes that an event of this class may change."""
-    active = [kind for kind in parts_like(Note) if kind.after is not Note.after]
-    return tuple(kind for kind in active if issubclass(event, kind.folds))
 
 
 @dataclass(frozen=True)
 class Attempt(Record[Note]):
     """The spec, progress, end and following decision of an attempt.
 
-    Fields of features are in their notes: ``attempt.of(SlowNote)``. None means unknown, or not yet
-    known. Bytes and seconds.
+    Features keep their fields in notes, for example ``attempt.of(SlowNote)``. None means that a
+    value is not known, or not known yet. Memory is in bytes and time in seconds.
     """
 
     kind_of_part = Note
 
     number: int  # counted from 1, over all launches of the run folder
-    # Includes the micro-batch that it found, if it had to search.
+    # Includes the micro-batch that a search found in the attempt.
     spec: AttemptSpec
     started: float = 0.0  # seconds since the epoch
-    resumed_from: str | None = None  # its first checkpoint
-    # --- how far it came ---
+    resumed_from: str | None = None  # the checkpoint from which it resumed
+    # --- its progress ---
     pid: int | None = None  # process id of rank 0
-    # Whether it reported that training begins. Some trainers never do.
+    # Whether the trainer reported that training starts. Some trainers never report that.
     began_training: bool = False
-    start_step: int = 0  # optimizer step it started from (0 for a fresh start)
-    first_step: int | None = None  # first optimizer step it reported
-    end_step: int | None = None  # last optimizer step it reported
+    start_step: int = 0  # optimizer step at which it started (0 for a fresh start)
+    first_step: int | None = None  # first optimizer step that it reported
+    end_step: int | None = None  # last optimizer step that it reported
     total_steps: int | None = None
     loss: float | None = None
-    checkpoint: str | None = None  # path of the last checkpoint it reported
+    checkpoint: str | None = None  # path of the last checkpoint that it reported
     saved_step: int | None = None  # step of that checkpoint
-    saves: int = 0  # number of checkpoints it reported
+    saves: int = 0  # number of checkpoints that it reported
     # The current micro-batch, if the trainer itself has changed it.
     micro_batch: int | None = None
     keeps_batch: str = ""  # why no attempt may split the batch in another way
-    # Why it ended, if that was because the losses of parts do not add up to the loss of the batch.
+    # The problem, if it ended because the losses of parts do not add up to the batch's loss.
     split_changes: str = ""
-    # Bytes in use, by name, at the last milestone. With several ranks, of the rank with the highest
-    # peak.
+    # Bytes in use at the last milestone, by name. With several ranks, the figures are those of the
+    # rank with the highest peak.
     memory: Mapping[str, int] = field(default_factory=dict)
     # --- the evidence of its end ---
-    # its own report, or what ended the group of its ranks
+    # The report of the trainer, or the end that caused the ends of the other ranks.
     ending: Finished | Failed | RankDied | None = None
-    # Its program, if it runs one.
+    # The last event of its script, None for other trainers.
     script: ScriptStarted | ScriptEnded | None = None
     exit: Exit = field(default_factory=Exit)
-    # --- how it ended ---
+    # --- its end ---
     seconds: float | None = None  # wall time
     failure: Failure | None = None  # None if it completed
-    # The trainer's traceback, or the last words of a script.
+    # The trainer's traceback, or the last lines of a script's output.
     traceback: str | None = None
-    # Peak of the device, or of the process on the CPU.
+    # Peak memory on the device, or of the process on the CPU.
     peak_memory_bytes: int | None = None
-    # --- what was decided after it ---
+    # --- the decision after it ---
     action: str = "none"  # the remedy's name
     reason: str | None = None  # one sentence
 
     def after(self, event: Event) -> Attempt:
-        """Return the attempt after another of its events."""
+        """Return the attempt, with its notes, after another event."""
         attempt = self._after(event)
-        for kind in _notes_folding(type(event)):  # type: ignore[arg-type]  # it is hashable
+        for kind in _find_notes_for(type(event)):  # type: ignore[arg-type]  # it is hashable
             note = attempt.of(kind)
             changed = note.after(event, attempt)
             if changed is not note:
@@ -139,26 +139,14 @@ class Attempt(Record[Note]):
             case TrainingStarted():
                 return replace(self, start_step=event.step, began_training=True)
             case Progress():
-                total = self.total_steps if event.total_steps is None else event.total_steps
-                # A metric may have any type.
-                loss = finite(event.metrics.get("loss", self.loss))
-                after = replace(
-                    self,
-                    first_step=event.step if self.first_step is None else self.first_step,
-                    end_step=event.step,
-                    total_steps=total,
-                    loss=loss,
-                )
-                return after._started_before(event.step) if self.step is None else after
+                return self._after_progress(event)
             case CheckpointSaved(is_useful=False):
                 return self
             case CheckpointSaved():
-                return replace(
-                    self,
-                    checkpoint=event.path,
-                    saved_step=self.end_step if event.step is None else event.step,
-                    saves=self.saves + 1,
-                )
+                step = event.step
+                if step is None:
+                    step = self.end_step
+                return replace(self, checkpoint=event.path, saved_step=step, saves=self.saves + 1)
             case MemoryReported(rank=None):
                 return replace(self, memory={**self.memory, **event.figures})
             case MicroBatchChanged(training=True):
@@ -172,7 +160,9 @@ class Attempt(Record[Note]):
             case SplitChecked(ends_attempt=True):
                 return replace(self, micro_batch=None)
             case BatchTaken() | BatchSizeFound():
-                return self._with_batch_of(event)
+                size = event.batch_size
+                accumulation = event.gradient_accumulation_steps
+                return replace(self, spec=self.spec.with_batch(size, accumulation))
             case TrainerSupports():
                 return replace(self, spec=self.spec.supporting(event.features))
             case RankDied():
@@ -180,26 +170,40 @@ class Attempt(Record[Note]):
             case ScriptStarted() | ScriptEnded():
                 return replace(self, script=event)
             case Finished() | Failed():
-                step = self.end_step if event.step is None else event.step
+                step = event.step
+                if step is None:
+                    step = self.end_step
                 memory = {**self.memory, **event.memory}
                 return replace(self, ending=event, end_step=step, memory=memory)
         return self
 
-    def _with_batch_of(self, event: BatchTaken | BatchSizeFound) -> Attempt:
-        size = event.batch_size
-        accumulation = event.gradient_accumulation_steps
-        return replace(self, spec=self.spec.with_batch(size, accumulation))
+    def _after_progress(self, event: Progress) -> Attempt:
+        first_step = self.first_step
+        if first_step is None:
+            first_step = event.step
+        total_steps = event.total_steps
+        if total_steps is None:
+            total_steps = self.total_steps
+        # A metric may have any type.
+        loss = finite(event.metrics.get("loss", self.loss))
+        after = replace(
+            self, first_step=first_step, end_step=event.step, total_steps=total_steps, loss=loss
+        )
+        if self.step is None:
+            return after._correct_start_step(event.step)
+        return after
 
-    def _started_before(self, step: int) -> Attempt:
-        """Correct the start step, if the attempt did not report it, from its first reported
-        step."""
-        before = max(step - 1, 0)
+    def _correct_start_step(self, reported: int) -> Attempt:
+        """Correct the start step of a resumed attempt from the first step that it reported."""
+        before = max(reported - 1, 0)
         is_known = self.resumed_from is None or 0 < self.start_step <= before
         return self if is_known else replace(self, start_step=before)
 
-    def resumed_like(self, first: Attempt) -> Attempt:
-        """Correct the start step of a program that found a checkpoint itself: its first report then
-        comes later than the first report of the job's ``first`` attempt."""
+    def infer_start_step(self, first: Attempt) -> Attempt:
+        """Correct the start step of a program that found a checkpoint by itself.
+
+        Such a program reports its first step later than the job's ``first`` attempt did.
+        """
         is_known = self.began_training or self.resumed_from is not None
         if is_known or self.first_step is None or first.first_step is None:
             return self
@@ -227,17 +231,17 @@ class Attempt(Record[Note]):
 
     @property
     def failed_by_itself(self) -> bool:
-        """Whether a failure, and not a request to stop, ended it."""
+        """Whether a failure ended the attempt, and not a request to stop."""
         return self.kind not in (None, FailureKind.INTERRUPTED)
 
     @property
     def is_sure_bug(self) -> bool:
-        """Whether its trainer's code failed, and will fail again until someone changes it."""
+        """Whether the trainer's code failed, and will fail again until someone changes it."""
         return self.kind is FailureKind.BUG and self.evidence.clue in (None, Clue.USER_ERROR)
 
     @property
     def message(self) -> str | None:
-        """Why it failed, in one line."""
+        """The reason for its failure, in one line."""
         return None if self.failure is None else self.failure.message
 
     @property
@@ -247,12 +251,13 @@ class Attempt(Record[Note]):
 
     @property
     def failed_gpus(self) -> Group:
-        """The GPU on which it failed; all of its GPUs if that is unknown."""
-        return gpus_of(self.spec.gpus, None if self.failure is None else self.failure.rank)
+        """The GPU on which the attempt failed, or all of its GPUs if that is unknown."""
+        rank = None if self.failure is None else self.failure.rank
+        return select_gpus(self.spec.gpus, rank)
 
     @property
     def cuda_cannot_work(self) -> bool:
-        """Whether it had GPUs, and CUDA works with none of them."""
+        """Whether the attempt had GPUs, but CUDA does not work with any of them."""
         return self.kind is FailureKind.SETUP and bool(self.spec.gpus)
 
     @property
@@ -268,14 +273,17 @@ class Attempt(Record[Note]):
     @property
     def exit_code(self) -> int | None:
         """A script's exit code as shells report it (128 + signal)."""
-        code = self.script.returncode if isinstance(self.script, ScriptEnded) else None
-        return code if code is None or code >= 0 else 128 - code
+        if not isinstance(self.script, ScriptEnded):
+            return None
+        code = self.script.returncode
+        return code if code >= 0 else 128 - code
 
     @property
     def step(self) -> int | None:
-        """The number of finished optimizer steps."""
-        began = self.start_step if self.began_training else None
-        return began if self.end_step is None else self.end_step
+        """The number of finished optimizer steps, None if unknown."""
+        if self.end_step is not None:
+            return self.end_step
+        return self.start_step if self.began_training else None
 
     @property
     def has_begun(self) -> bool:
@@ -285,11 +293,11 @@ class Attempt(Record[Note]):
 
     @property
     def is_retried(self) -> bool:
-        """Whether another attempt was decided after it."""
+        """Whether the decision after it was to run another attempt."""
         return self.action not in ("none", "give_up", "stopped")
 
     def as_json(self) -> dict[str, Json]:
-        """Return the record in JSON's types, as the journal and ``summary.json`` contain it."""
+        """Return the record in JSON's types, for the journal and ``summary.json``."""
         seconds = self.seconds
         return {
             "attempt": self.number,
@@ -303,7 +311,7 @@ class Attempt(Record[Note]):
 
     @classmethod
     def parse(cls, data: Mapping[str, Json]) -> Attempt:
-        """Parse :meth:`as_json`, whose keys include the keys of its spec.
+        """Parse the result of :meth:`as_json`, whose keys include the keys of the spec.
 
         Raises:
             MalformedEventError: a field is missing or has another type.
@@ -311,9 +319,16 @@ class Attempt(Record[Note]):
         return cls.from_fields({**data, "number": data.get("attempt"), "spec": data})
 
 
+@functools.cache
+def _find_notes_for(event: type[Event]) -> tuple[type[Note], ...]:
+    """Return the notes that an event of this class may change."""
+    active = [kind for kind in parts_like(Note) if kind.after is not Note.after]
+    return tuple(kind for kind in active if issubclass(event, kind.folds))
+
+
 @dataclass(frozen=True)
 class AttemptEnded(Event):
-    """An attempt ended, and what comes next is decided."""
+    """An attempt ended, and the launcher has decided what comes next."""
 
     name = "attempt_ended"
     record: Attempt  # the record, as in `summary.json`

@@ -1,4 +1,7 @@
-"""Every exception that a user of the package may catch or raise. Any process may raise them."""
+"""Defines the exceptions that a user of the package may catch or raise, and their exit codes.
+
+Any process may raise them.
+"""
 
 from __future__ import annotations
 
@@ -10,49 +13,55 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from robust_train.model.failure import Failure
 
+# Slurm and submitit send these signals before they take a job off its node.
 WARNING_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
-"""Slurm and submitit send these before they take a job off its node."""
 
+# Exit codes of a job.
 EXIT_FAILED = 1
 EXIT_BAD_CONFIG = 2
-EXIT_TRY_LATER = 75
+EXIT_TRY_LATER = 75  # EX_TEMPFAIL in sysexits.h
 EXIT_NO_PROGRESS = 76
-"""Exit codes of a job. 75 is EX_TEMPFAIL of sysexits.h."""
 
 
 class ConfigError(ValueError):
-    """The user's configuration cannot be used. The message names key, value and remedy."""
+    """The user's configuration cannot be used. The message names the key, value and remedy."""
 
     exit_code = EXIT_BAD_CONFIG
 
 
 class NotDoneError(Exception):
-    """A command or a request was not carried out. The message is one line with the reason and the
-    remedy."""
+    """A command or a request was not carried out.
+
+    The message is one line with the reason and the remedy.
+    """
 
     exit_code = EXIT_FAILED
 
 
 class NoProgressError(ConfigError):
-    """Several launches of the run folder saved no new checkpoint. Nothing was started."""
+    """Several launches of the run folder saved no new checkpoint, so no attempt was started."""
 
     exit_code = EXIT_NO_PROGRESS
 
 
 class RunFolderUnavailableError(ConfigError):
-    """The run folder cannot be used now: another host holds it, or its disk is full or
-    unreachable."""
+    """The run folder cannot be used now, but may be usable later.
+
+    Another host holds it, or its disk is full or unreachable.
+    """
 
     exit_code = EXIT_TRY_LATER
 
 
 class RunFolderLostError(ConfigError):
-    """The run folder belongs to another job by now: it was removed and created again. This job has
-    ended."""
+    """Another job has taken the run folder, which was removed and created again.
+
+    The job that raises this error has ended.
+    """
 
 
 class LimitReachedError(ConfigError):
-    """The system gives this process no more files, processes or threads."""
+    """The system refuses this process another file, process or thread."""
 
     exit_code = EXIT_TRY_LATER
 
@@ -61,28 +70,31 @@ class LimitReachedError(ConfigError):
 _NO_THREAD = "can't start new thread"
 
 
-def limit_reached(error: BaseException) -> LimitReachedError | None:
+def find_limit_error(error: BaseException) -> LimitReachedError | None:
     """Return the error to raise if files or processes have run out, or None for another error."""
-    number = error.errno if isinstance(error, OSError) else None
-    if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
+    number = None
+    if isinstance(error, OSError):
+        number = error.errno
+    elif isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
         number = errno.EAGAIN
     if number == errno.ENFILE:
         return LimitReachedError("too many files are open on this machine; try later")
     if number == errno.EMFILE:
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return LimitReachedError(
-            f"too many open files: a process may have {most} here; allow it more: ulimit -n 1024"
+            f"too many open files: the limit of a process is {most}; raise it: ulimit -n 1024"
         )
     if number == errno.EAGAIN:
         most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
         limit = "its limit" if most == resource.RLIM_INFINITY else f"ulimit -u is {most}"
         return LimitReachedError(
-            f"no other process or thread can be started: this user or container has as many as it "
-            f"may have ({limit}); end some, or raise the limit"
+            "no other process or thread can be started, because this user or container has "
+            f"reached its maximum ({limit}); end some processes, or raise the limit"
         )
     return None
 
 
+# Errors of a disk that may be gone when someone tries again.
 _PASSING = (
     errno.ENOSPC,
     errno.EDQUOT,
@@ -99,16 +111,18 @@ _PASSING = (
 )
 
 
-def unusable_folder(problem: str, error: OSError) -> ConfigError:
-    """Return the error to raise for a run folder that ``error`` makes unusable. A disk problem that
-    may pass is not a mistake in the configuration."""
+def make_folder_error(problem: str, error: OSError) -> ConfigError:
+    """Return the error to raise for a run folder that ``error`` makes unusable.
+
+    A disk problem that may pass is not a mistake in the configuration.
+    """
     if error.errno in _PASSING:
         return RunFolderUnavailableError(f"{problem}; the same command may succeed later")
     return ConfigError(problem)
 
 
 class UserError(RuntimeError):
-    """Raised by a trainer for its user's mistakes. The message is shown without a traceback."""
+    """Raised by a trainer for a mistake of its user. The message is shown without a traceback."""
 
 
 class TrainingStopped(KeyboardInterrupt):
@@ -131,30 +145,32 @@ class TrainerFailedError(RuntimeError):
 
 
 class AttemptsExhaustedError(RuntimeError):
-    """Memory ran out, and nothing is left to try. The message lists the tries."""
+    """Memory ran out, and no remedy is left to try. The message lists the attempts."""
 
     exit_code = EXIT_FAILED
 
 
 class JobInterrupted(KeyboardInterrupt):
-    """The job was stopped by the signal ``signum``."""
+    """The signal ``signum`` stopped the job."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"interrupted by {signal.Signals(signum).name}")
         self.signum = signum
 
     def __reduce__(self) -> tuple[type[JobInterrupted], tuple[int]]:
-        """Let a worker pass it to the process that submitted the job."""
+        """Pickle the exception, so that a worker can send it to the process that submitted it."""
         return JobInterrupted, (self.signum,)
 
     @property
     def exit_code(self) -> int:
         """128 + signal, as in shells: 130 for Ctrl-C, 143 for SIGTERM and for preemption."""
-        return 128 + (signal.SIGTERM if self.signum in WARNING_SIGNALS else self.signum)
+        if self.signum in WARNING_SIGNALS:
+            return 128 + signal.SIGTERM
+        return 128 + self.signum
 
 
 class TrainingDiverged(RuntimeError):  # noqa: N818 - an event
-    """Raised in a trainer whose training has diverged. ``failure`` has the step."""
+    """Raised in a trainer whose training has diverged. Its ``failure`` names the step."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure)
@@ -165,7 +181,7 @@ class TrainingDiverged(RuntimeError):  # noqa: N818 - an event
 
 
 class RankFailure(RuntimeError):  # noqa: N818 - it says where an error began
-    """Raised on every rank when any rank cannot continue, after all ranks have agreed on it.
+    """Raised on every rank when one rank cannot continue, after all ranks have agreed on it.
 
     Attributes:
         rank: the rank that failed.

@@ -1,8 +1,9 @@
-"""The events of a job, as frozen values. The launcher parses and folds each event in one place.
+"""Defines the events of a job, and parses them from JSON.
 
-An event travels as a JSON object: ``{"event": <name>, …}``, between an attempt and its launcher,
-and with ``time`` and ``attempt`` in front as a line of ``journal.jsonl``. A trainer's own events
-(:class:`UserEvent`) and metrics have namespaces of their own. Bytes and seconds throughout.
+The attempt's process sends its events to the launcher as JSON objects, for example
+``{"event": "progress", "step": 7}``. The launcher updates the attempt's record with each event, and
+writes it to ``journal.jsonl`` with ``time`` and ``attempt`` in front. Every process that reads a
+run folder parses the same events. Memory is in bytes and time in seconds.
 """
 
 from __future__ import annotations
@@ -21,10 +22,9 @@ from robust_train.model.spec import AttemptSpec, Speed
 
 Metrics = Mapping[str, float]
 
+# Version of `state.json`, `summary.json`, `sweep.json` and the journal. Adding fields, events or
+# values does not change it, because readers ignore unknown additions.
 SCHEMA = 2
-"""Version of ``state.json``, ``summary.json``, ``sweep.json`` and the journal. It stays the same as
-long as fields, events and values are only added, because readers ignore unknown additions."""
-
 
 EVENTS: dict[str, type[Event]] = {}
 """All events, by name."""
@@ -35,22 +35,19 @@ class Notice:
     """The text of a notification about an event."""
 
     kind: str  # a value of `notify.on`
-    text: str  # continues a sentence that begins with the job and its host
+    text: str  # the end of a sentence that begins with the job and its host
 
 
 @dataclass(frozen=True)
 class Event:
-    """Base of all events. ``name`` is the event's name in JSON.
-
-    ``may_be_dropped``: losing such an event costs only a point in a curve, so it is dropped rather
-    than hold training up. ``is_journaled``: the journal has it. Other events travel only from an
-    interpreter to the launcher. ``is_frequent``: it may come in every step, so the journal keeps
-    fewer and fewer.
-    """
+    """Base of all events. ``name`` is the event's name in JSON."""
 
     name: ClassVar[str] = ""
+    # Whether the event is dropped rather than delay training. Its loss costs a point in a curve.
     may_be_dropped: ClassVar[bool] = False
+    # Whether the journal contains it. Other events only inform the launcher.
     is_journaled: ClassVar[bool] = True
+    # Whether it may come in every step. The journal then keeps fewer and fewer of them.
     is_frequent: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
@@ -58,10 +55,10 @@ class Event:
             EVENTS[cls.name] = cls
 
     def notice(self, attempt: int | None) -> Notice | None:
-        """Return what a notification says of the event; None if there is none of it.
+        """Return the text of a notification about the event, None if users get no notification.
 
         Args:
-            attempt: the number of the attempt that runs.
+            attempt: the number of the running attempt, None between attempts.
         """
         return None
 
@@ -70,19 +67,19 @@ class Event:
         return {"event": self.name, **fields_as_json(self)}
 
 
-# --- from an attempt -------------------------------------------------------------------------
+# --- sent by an attempt ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class EventOfRank(Event):
-    """Base of events that each of several ranks reports. ``rank`` is None for a single process."""
+    """Base of events that every rank reports. ``rank`` is None for a single process."""
 
     rank: int | None = None
 
 
 @dataclass(frozen=True)
 class TrainingStarted(Event):
-    """The trainer begins to train after optimizer step ``step``, 0 for a fresh start."""
+    """The trainer starts training after optimizer step ``step``, which is 0 for a fresh start."""
 
     name = "training_started"
     step: int
@@ -90,7 +87,7 @@ class TrainingStarted(Event):
 
 @dataclass(frozen=True)
 class Progress(Event):
-    """Optimizer step ``step`` is done; ``metrics`` are the trainer's own (loss, lr …)."""
+    """Optimizer step ``step`` is done; the trainer reports its ``metrics`` (loss, lr …)."""
 
     name = "progress"
     is_frequent = True
@@ -102,7 +99,7 @@ class Progress(Event):
 
 @dataclass(frozen=True)
 class SpeedMeasured(Event):
-    """How fast a rank has trained in this attempt so far."""
+    """The training speed of a rank in this attempt so far."""
 
     name = "speed"
     is_frequent = True
@@ -128,34 +125,34 @@ class ValueReported(Event):
     name = "report"
     value: float
     step: int
-    # ``min`` or ``max``, the better end of a figure that no one has named. None for the sweep's
-    # direction.
+    # ``min`` or ``max``: which values are better, if the trainer chose the figure itself. None for
+    # the direction of the sweep.
     mode: str | None = None
 
 
 @dataclass(frozen=True)
 class CheckpointSaved(Event):
-    """A complete checkpoint lies at ``path``; ``loss`` as in its manifest."""
+    """A complete checkpoint exists at ``path``. ``loss`` is the value in its manifest."""
 
     name = "checkpoint"
     is_frequent = True
     path: str
     step: int | None = None
     loss: str = "unknown"
-    # Whether the last checkpoint that is known to be good stays.
+    # Whether the newest checkpoint that is known to be good is never deleted.
     is_guarded: bool = False
-    # For how long saves have held training up in this attempt so far, if that is measured.
+    # How long saves have delayed training in this attempt so far, 0 if that is not measured.
     saving_seconds: float = 0.0
 
     @property
     def is_useful(self) -> bool:
-        """Whether an attempt may resume from it: it is not known to be spoiled."""
+        """Whether an attempt may resume from it, because training had not diverged."""
         return self.loss != "diverged"
 
 
 @dataclass(frozen=True)
 class UpdateSkipped(Event):
-    """``run.step`` left an update out that was not finite, ``in_a_row`` of them by now."""
+    """``run.step`` skipped an update that was not finite, the ``in_a_row``-th in succession."""
 
     name = "update_skipped"
     step: int
@@ -164,7 +161,7 @@ class UpdateSkipped(Event):
 
 @dataclass(frozen=True)
 class CheckpointFailed(Event):
-    """A checkpoint could not be saved; it is tried again in a minute."""
+    """A checkpoint could not be saved. The attempt tries again in a minute."""
 
     name = "checkpoint_failed"
     is_frequent = True
@@ -173,7 +170,7 @@ class CheckpointFailed(Event):
 
 @dataclass(frozen=True)
 class MemoryReported(EventOfRank):
-    """Memory in use at a ``milestone``: of CUDA, or of the process without it."""
+    """Memory in use at a ``milestone``: on the GPU, or of the process if it uses no GPU."""
 
     name = "memory"
     is_frequent = True
@@ -187,7 +184,7 @@ class MemoryReported(EventOfRank):
 
     @property
     def figures(self) -> dict[str, int]:
-        """Return the available figures by name."""
+        """The available figures, by name."""
         names = ("allocated", "reserved", "max_allocated", "resident", "max_resident")
         values = {name: getattr(self, name) for name in names}
         return {name: value for name, value in values.items() if value is not None}
@@ -195,7 +192,7 @@ class MemoryReported(EventOfRank):
 
 @dataclass(frozen=True)
 class MemoryCleared(Event):
-    """A clearing returned memory. ``of`` is ``reserved`` (CUDA) or ``resident`` (host) memory."""
+    """The attempt released memory. ``of`` is ``reserved`` (GPU) or ``resident`` (host)."""
 
     name = "memory_cleared"
     is_frequent = True
@@ -209,14 +206,14 @@ class MemoryCleared(Event):
 
     @property
     def figures(self) -> dict[str, Json]:
-        """Return the figures by name."""
+        """The figures, by name."""
         names = ("of", "before_bytes", "after_bytes", "returned_bytes", "seconds")
         return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
 class MemoryHeld(Event):
-    """A failed attempt in this process still holds memory."""
+    """A failed attempt in the launcher's process still holds memory."""
 
     name = "memory_held"
     description: str
@@ -226,8 +223,8 @@ class MemoryHeld(Event):
 class _MicroBatchEvent(EventOfRank):
     """Base of changes to the size of a step's parts, in training or in evaluation.
 
-    ``kind`` is the failure's kind if memory ran out, None if a larger size is tried again or
-    someone asked for it.
+    ``kind`` is the failure's kind if memory ran out. It is None if a larger size is tried again, or
+    if a user requested the change.
     """
 
     step: int
@@ -252,7 +249,7 @@ class MicroBatchChanged(_MicroBatchEvent):
 
 @dataclass(frozen=True)
 class MicroBatchExhausted(_MicroBatchEvent):
-    """Memory ran out at the smallest micro-batch size as well."""
+    """Memory ran out even at the smallest micro-batch size."""
 
     name = "micro_batch_exhausted"
     is_frequent = True
@@ -261,15 +258,16 @@ class MicroBatchExhausted(_MicroBatchEvent):
 
 @dataclass(frozen=True)
 class SplitChecked(Event):
-    """A step cannot be split without a change: the losses of parts do not add up.
+    """A step cannot be split without changing its loss: the losses of its parts do not add up.
 
     Attributes:
         step: the first step that had to be split.
-        kept: ``no``, ``cannot`` if a part cannot be computed, ``unknown`` if nothing was seen.
+        kept: whether the loss stays the same: ``no``, ``cannot`` if a part cannot be computed,
+            ``unknown`` if the check saw no loss.
         message: the observation and the remedy.
         samples: number of samples in the checked part.
-        ends_attempt: whether memory has run out and the attempt ends. Otherwise the step is split
-            anyway.
+        ends_attempt: whether the attempt ends, because memory has run out. Otherwise the step is
+            split anyway.
     """
 
     name = "split_checked"
@@ -282,7 +280,10 @@ class SplitChecked(Event):
 
 @dataclass(frozen=True)
 class CheckpointUnused(Event):
-    """A script's checkpoint cannot be used, for the reason in ``text``; ``path``: it is cut off."""
+    """A script's checkpoint cannot be used; ``text`` gives the reason.
+
+    ``path`` is set if the file was cut off while it was written.
+    """
 
     name = "checkpoint_unused"
     text: str
@@ -291,7 +292,7 @@ class CheckpointUnused(Event):
 
 @dataclass(frozen=True)
 class BatchKept(Event):
-    """No attempt may split the batch in another way, for that would change training."""
+    """No attempt may split the batch in another way, because that would change training."""
 
     name = "batch_kept"
     reason: str
@@ -299,7 +300,7 @@ class BatchKept(Event):
 
 @dataclass(frozen=True)
 class BatchTaken(Event):
-    """The trainer's data has a batch size of its own, ``asked``; the attempt makes these of it."""
+    """The trainer's data has its own batch size, ``asked``, which the attempt split like this."""
 
     name = "batch_taken"
     asked: int
@@ -309,7 +310,7 @@ class BatchTaken(Event):
 
 @dataclass(frozen=True)
 class BatchSizeFound(Event):
-    """Probes found the largest micro-batch; None if not even the smallest fits.
+    """Probes found the largest micro-batch, or None if even the smallest does not fit.
 
     ``search`` describes the probes (see :class:`robust_train.step.probing.FoundBatchSize`).
     """
@@ -322,14 +323,15 @@ class BatchSizeFound(Event):
 
     @property
     def figures(self) -> dict[str, Json]:
-        """Return the result and its figures by name."""
+        """The result and the figures of the search, by name."""
         names = ("batch_size", "gradient_accumulation_steps", "effective_batch_size")
-        return {**self.search, **{name: getattr(self, name) for name in names}}
+        result = {name: getattr(self, name) for name in names}
+        return {**self.search, **result}
 
 
 @dataclass(frozen=True)
 class MemoryTight(EventOfRank):
-    """torch's allocator emptied its cache in two steps in a row (once an attempt)."""
+    """torch's allocator emptied its cache in two steps in a row. Sent once per attempt."""
 
     name = "memory_tight"
     step: int
@@ -338,7 +340,7 @@ class MemoryTight(EventOfRank):
 
 @dataclass(frozen=True)
 class OutOfMemory(EventOfRank):
-    """Memory ran out; what filled it was written to these files."""
+    """Memory ran out. The attempt listed its tensors and allocations in these files."""
 
     name = "out_of_memory"
     kind: FailureKind
@@ -363,7 +365,7 @@ class RequestDone(Event):
 
 @dataclass(frozen=True)
 class AttemptProcess(Event):
-    """The attempt runs in process ``pid``; of several ranks, rank 0."""
+    """The attempt, or its rank 0 if it has several ranks, runs in process ``pid``."""
 
     name = "attempt_process"
     pid: int
@@ -371,7 +373,7 @@ class AttemptProcess(Event):
 
 @dataclass(frozen=True)
 class ScriptStarted(Event):
-    """``trainer=command`` starts its program."""
+    """The attempt starts the program of ``trainer=command``."""
 
     name = "script_started"
     argv: tuple[str, ...]
@@ -380,7 +382,7 @@ class ScriptStarted(Event):
 
 @dataclass(frozen=True)
 class ScriptEnded(Event):
-    """The program ended."""
+    """The program of ``trainer=command`` ended."""
 
     name = "script_ended"
     returncode: int
@@ -389,7 +391,7 @@ class ScriptEnded(Event):
 
 @dataclass(frozen=True)
 class UserEvent(Event):
-    """An event of the trainer's own, with any fields of JSON's types."""
+    """A custom event of the trainer, with any fields of JSON's types."""
 
     name = "user"
     is_frequent = True
@@ -399,13 +401,12 @@ class UserEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class _Ending(Event):
-    """Base of the two ends of a trainer."""
+    """Base of the two events by which a trainer ends."""
 
     is_journaled = False
     step: int | None = None  # last optimizer step that was reported
-    # Figures as in MemoryReported.
-    memory: Mapping[str, int] = field(default_factory=dict)
-    # When a rank sent it, by the monotonic clock of this machine.
+    memory: Mapping[str, int] = field(default_factory=dict)  # `MemoryReported.figures`
+    # When the rank sent it, by the monotonic clock of this machine.
     at: float = 0.0
 
 
@@ -423,21 +424,18 @@ class Failed(_Ending):
 
     name = "failed"
     failure: Failure  # the classified failure
-    traceback: str = ""  # the trainer's traceback; empty if the user made the mistake
-    # The message if the configuration cannot be used.
-    config_error: str = ""
-    # The pickled exception in base64, if it can be sent.
-    error: str = ""
-    others_know: bool = False  # whether the other ranks end by themselves
-    # The failure is that of another rank, with this number.
-    caused_by_rank: int | None = None
+    traceback: str = ""  # the trainer's traceback; empty for a mistake of the user
+    config_error: str = ""  # the message of a ConfigError, empty for other failures
+    error: str = ""  # the pickled exception in base64, empty if it cannot be pickled
+    others_know: bool = False  # whether the other ranks know of it, and end by themselves
+    caused_by_rank: int | None = None  # the rank that failed, if this rank only follows it
     # Dotted names of the exception's class and its bases.
     exceptions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class RankDied(Event):
-    """A rank's process ended without an event, which caused the group's failure."""
+    """A rank's process ended without an event, and thus made the other ranks fail."""
 
     name = "rank_died"
     is_journaled = False
@@ -449,21 +447,24 @@ class RankDied(Event):
 
 @dataclass(frozen=True)
 class Prepared(Event):
-    """The interpreter has done its early imports."""
+    """The interpreter has finished its early imports."""
 
     name = "prepared"
     is_journaled = False
-    refusal: str = ""  # why the trainer does not accept the config
-    # Whether an import has started CUDA, so the GPU can no longer be chosen, and the interpreter
+    refusal: str = ""  # why the trainer refuses the config, empty if it accepts the config
+    # Whether an import has started CUDA. The GPU can then no longer be chosen, so the interpreter
     # ends.
     is_unfit: bool = False
-    culprit: str = ""  # the module whose import started it
+    culprit: str = ""  # the module whose import started CUDA
 
 
 @dataclass(frozen=True)
 class TrainerSupports(Event):
-    """The trainer reads these values, so an attempt may choose them: ``gradient_checkpointing``,
-    and for a script also ``batch_size`` and ``gradient_accumulation_steps``."""
+    """The trainer reads these values of an attempt, so the launcher may change them.
+
+    Possible values are ``gradient_checkpointing``, and for a script also ``batch_size`` and
+    ``gradient_accumulation_steps``.
+    """
 
     name = "trainer_supports"
     is_journaled = False
@@ -472,15 +473,15 @@ class TrainerSupports(Event):
 
 @dataclass(frozen=True)
 class LibrariesImported(Event):
-    """The installed modules that the trainer has imported, in this order."""
+    """The trainer has imported these installed modules, in this order."""
 
     name = "libraries_imported"
     is_journaled = False
     modules: tuple[str, ...]
-    resident_bytes: int  # memory that the interpreter holds with them
+    resident_bytes: int  # host memory of the interpreter after these imports
 
 
-# --- of the launcher ----------------------------------------------------------------------
+# --- created by the launcher; `AttemptEnded` is defined beside the attempt's record ---------
 
 
 @dataclass(frozen=True)
@@ -491,27 +492,24 @@ class PauseLearned(Event):
     seconds: float
 
 
-# --- of the job as a whole; `AttemptEnded` is beside its record --------------------------
-
-
 @dataclass(frozen=True)
 class JobStarted(Event):
-    """A launch begins; ``job`` identifies the job through all launches."""
+    """A launch starts; ``job`` identifies the job in all its launches."""
 
     name = "job_started"
     run_dir: str
     trainer: str
     job: str = ""
-    # How the page names the job.
+    # The job's name, model, data set, overrides and command.
     about: Mapping[str, str] = field(default_factory=dict)
     schema: int = 1  # version of the journal's lines from here on
-    # A project's keys that stand for this package's keys; None if the keys are at the root.
+    # The project's names for this package's keys, None if it uses the keys themselves.
     keys: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True)
 class DeviceAcquired(Event):
-    """The job has its device; ``gpu_uuids`` is empty for the CPU."""
+    """The job has acquired its device; ``gpu_uuids`` is empty for the CPU."""
 
     name = "device_acquired"
     device: str
@@ -522,7 +520,7 @@ class DeviceAcquired(Event):
 
 @dataclass(frozen=True)
 class AttemptStarted(Event):
-    """An attempt begins."""
+    """An attempt starts."""
 
     name = "attempt_started"
     spec: AttemptSpec
@@ -531,10 +529,10 @@ class AttemptStarted(Event):
 
 @dataclass(frozen=True)
 class DecidedAgain(Event):
-    """The last decision was not carried out; ``why``: ``waited_in_vain`` or ``lost_race``."""
+    """The last decision could not be carried out, so the launcher made another decision."""
 
     name = "decided_again"
-    why: str
+    why: str  # `waited_in_vain` or `lost_race`
     problem: str
     action: str
     reason: str
@@ -542,7 +540,7 @@ class DecidedAgain(Event):
 
 @dataclass(frozen=True)
 class JobEnded(Event):
-    """A launch ended; ``status`` and ``reason`` as ``summary.json`` has them."""
+    """A launch ended, with the ``status`` and ``reason`` of ``summary.json``."""
 
     name = "job_ended"
     status: str
@@ -553,7 +551,7 @@ def parse(data: object) -> Event:
     """Return the event in a JSON object. Unknown keys are ignored.
 
     Raises:
-        MalformedEventError: the event is unknown, or a field is missing or of another type.
+        MalformedEventError: the event is unknown, or a field is missing or has another type.
     """
     if not isinstance(data, Mapping):
         raise MalformedEventError("not an object")

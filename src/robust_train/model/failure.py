@@ -1,4 +1,8 @@
-"""Why an attempt ended, and the evidence for it. Memory is in bytes."""
+"""Describes why an attempt failed: a :class:`Failure` has a kind, a message and evidence.
+
+:mod:`robust_train.failures` classifies errors in the attempt's process and exits in the launcher.
+The rules of the policy choose a remedy by the kind and the evidence. Memory is in bytes.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from robust_train.model.parts import Part, Record, parts_like
 
 
 class FailureKind(str, Enum):
-    """The cause of the end of an attempt that did not complete."""
+    """The kind of a failure. Files contain its value."""
 
     DEVICE_OOM = "device_oom"
     HOST_OOM = "host_oom"
@@ -43,8 +47,7 @@ class FailureKind(str, Enum):
 
     @property
     def follows_from_others(self) -> bool:
-        """Whether a rank reports this after another rank has failed, so that it is not the
-        cause."""
+        """Whether a rank fails like this because another rank failed before."""
         return self in (FailureKind.COMM, FailureKind.INTERRUPTED)
 
 
@@ -73,31 +76,31 @@ class Finding(Part):
 
 @dataclass(frozen=True)
 class Evidence(Record[Finding]):
-    """The known facts about a failure, in bytes. None if unavailable.
+    """The known facts about a failure. None means that a fact is not available.
 
-    Facts of features are in their findings, which can be read like fields.
+    Features keep their facts in findings. Programs read those facts like fields of this class.
     """
 
     kind_of_part = Finding
 
     requested_bytes: int | None = None  # the allocation that failed
     allocated_bytes: int | None = None  # held by live tensors
-    # held by the caching allocator but unused
-    reserved_unallocated_bytes: int | None = None
+    reserved_unallocated_bytes: int | None = None  # held by the caching allocator but unused
     free_bytes: int | None = None  # free on the device at that moment
     total_bytes: int | None = None  # total memory of the device
-    # The part of it that `memory.fraction` lets this process use.
-    allowed_bytes: int | None = None
-    # the process reached its own limit while the device had enough free memory
+    allowed_bytes: int | None = None  # memory that `memory.fraction` lets this process use
+    # Whether the process reached its own limit while the device had enough free memory.
     own_limit: bool = False
-    # A detail beyond the kind that message or stack show, a value of Clue.
+    # A detail that the message or the stack shows, a value of `Clue`.
     clue: str | None = None
-    # The library that raised it (`torch`, `cublas`, `cudnn`, `numpy`, `kernel` …).
+    # The library that raised the error (`torch`, `cublas`, `cudnn`, `numpy`, `kernel` …).
     library: str | None = None
-    # Whether a checkpoint exists from before the data or the steps that led to it.
+    # Whether a checkpoint exists from before the data or the steps that led to the failure.
     has_checkpoint: bool = False
 
-    if not TYPE_CHECKING:  # this package's code names the feature whose figure it reads
+    # Type checkers do not see this method, so that this package's own code reads a feature's figure
+    # through the feature's class.
+    if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
             """Return a feature's figure."""
@@ -109,7 +112,7 @@ class Evidence(Record[Finding]):
 
     @property
     def is_hardware(self) -> bool:
-        """Whether the GPU is at fault, not the program. Other faults end with the process."""
+        """Whether the GPU itself is faulty, so that another process would fail on it as well."""
         return self.clue == Clue.HARDWARE
 
     @property
@@ -121,66 +124,62 @@ class Evidence(Record[Finding]):
 
     def as_json(self) -> dict[str, Json]:
         """Return the evidence in JSON's types."""
-        items = list(self.fields_as_json().items())
-        place = [name for name, _ in items].index("own_limit")
-        items.insert(place, ("fragmented", self.fragmented))
-        return dict(items)
+        content: dict[str, Json] = {}
+        for name, value in self.fields_as_json().items():
+            if name == "own_limit":
+                content["fragmented"] = self.fragmented
+            content[name] = value
+        return content
 
     @classmethod
     def parse(cls, data: Mapping[str, Json]) -> Evidence:
-        """Parse :meth:`as_json`.
+        """Parse the result of :meth:`as_json`.
 
         Raises:
-            MalformedEventError: it is not such an object.
+            MalformedEventError: a field is missing or has another type.
         """
         return cls.from_fields(data)
 
 
 class Clue:
-    """Values of :attr:`Evidence.clue`. They are plain strings, so that they travel as JSON."""
+    """Values of :attr:`Evidence.clue`. They are plain strings, so they need no conversion to JSON.
 
-    # The GPU itself is at fault: ECC, NVLink, a lost device.
-    HARDWARE = "hardware"
-    BUSY = "busy"  # The device refused a context for now
+    Each value names a cause, unless its comment says otherwise.
+    """
+
+    HARDWARE = "hardware"  # the GPU itself is faulty: ECC, NVLink, a lost device
+    BUSY = "busy"  # the device refused a context for now
+    # The driver refused a call, for example because it lacks virtual memory management.
     DRIVER = "driver"
-    """The driver refused a call, as it does where it lacks virtual memory management."""
-    IMPORT = "import"  # Memory ran out while a module was imported
-    # Memory ran out while a model was made, loaded or moved to the device
-    MODEL = "model"
-    # The GPU's memory ran out outside of torch's cache, which a smaller batch does not shrink.
+    IMPORT = "import"  # memory ran out while a module was imported
+    MODEL = "model"  # memory ran out while a model was created, loaded or moved to the device
+    # GPU memory ran out outside of torch's cache, where a smaller batch saves nothing.
     OUTSIDE = "outside"
-    GPU_MODEL = "gpu_model"  # The build has no code for GPUs of this model
-    NO_CUDA_BUILD = "no_cuda_build"  # The build has no CUDA at all
+    GPU_MODEL = "gpu_model"  # the build of torch has no code for GPUs of this model
+    NO_CUDA_BUILD = "no_cuda_build"  # torch was built without CUDA
     SHARED_MEMORY = "shared_memory"  # `/dev/shm` is too small
-    RATE_LIMIT = "rate_limit"  # A server was asked too often
-    SEGMENTS = "segments"  # Only with expandable segments
-    CRASHED = "crashed"  # A segmentation fault in the trainer
-    DOWNLOAD = "download"  # Data or weights could not be fetched
-    PORT = "port"  # Another process has the port
-    # SIGKILL, from neither the launcher nor the kernel's OOM killer
-    KILLED = "killed"
-    # torch.load reads weights only, and the file contains more.
-    REFUSED = "refused"
-    # A checkpoint, or another file, that cannot be read to its end.
-    DAMAGED = "damaged"
-    STALLED = "stalled"  # No sign of life, or no progress, for too long
-    # A user's mistake that the trainer states in one line.
-    USER_ERROR = "user_error"
-    # The message has other causes too, but memory had nearly run out.
-    UNCLEAR = "unclear"
-    # Nothing shows the cause: it is not a known failure, and not certainly the program's.
+    RATE_LIMIT = "rate_limit"  # a server refused a request because it had received too many
+    SEGMENTS = "segments"  # the error occurs only with expandable segments
+    CRASHED = "crashed"  # a segmentation fault in the trainer
+    DOWNLOAD = "download"  # data or weights could not be downloaded
+    PORT = "port"  # another process uses the port
+    KILLED = "killed"  # SIGKILL, from neither the launcher nor the kernel's OOM killer
+    REFUSED = "refused"  # torch.load accepts weights only, and the file contains more
+    DAMAGED = "damaged"  # a checkpoint, or another file, cannot be read to its end
+    STALLED = "stalled"  # no sign of life, or no progress, for too long
+    USER_ERROR = "user_error"  # a mistake of the user, which the trainer states in one line
+    UNCLEAR = "unclear"  # the message has several causes, but memory had nearly run out
+    # The cause is unknown: the failure is not a known failure, and not certainly a bug.
     UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an attempt failed: its kind, one line of message, the evidence and ordered advice.
-
-    ``rank`` is the rank in which it began, None for a single process or if it is unknown.
-    """
+    """Why an attempt failed."""
 
     kind: FailureKind
-    message: str
+    message: str  # one line
     evidence: Evidence = field(default_factory=Evidence)
-    advice: tuple[str, ...] = ()
+    advice: tuple[str, ...] = ()  # sentences for the user, the most useful first
+    # The rank in which the failure began, None for a single process or if the rank is unknown.
     rank: int | None = None

@@ -1,6 +1,7 @@
-"""The declaration of a feature: a capability in its own folder, which can be deleted.
+"""Declares what a feature is: a capability in its own folder, which can be deleted.
 
-``assembly.py`` lists the features for every process.
+Each folder of ``features/`` declares one :class:`Feature`. ``assembly.py`` lists them, and every
+process loads from that list the parts that it needs.
 """
 
 from __future__ import annotations
@@ -18,34 +19,37 @@ class FeatureKeys:
     """The config group that contains the keys, empty for the root."""
 
     def mistakes(self, config: Any) -> Iterator[str]:
-        """Yield the conflicts of these keys with each other and with other keys of ``config``, a
-        ``RobustConfig``."""
+        """Yield a sentence for each conflict of these keys with each other or with other keys.
+
+        Args:
+            config: the whole ``RobustConfig``.
+        """
         yield from ()
 
 
 @dataclass(frozen=True)
 class Feature:
-    """One folder of ``features/``, as :mod:`robust_train.assembly` lists it.
+    """Names the parts of one folder of ``features/``.
 
-    Its halves and parts are dotted names (``package.module:Class``), so a process imports its own
-    half and never the other half.
+    The names are dotted (``package.module:Class``), so that the launcher imports only the parts for
+    the launcher, and an attempt only the parts for an attempt. An empty name means no such part.
     """
 
     name: str
     # Additions to the records of the kernel, see `model.parts`.
     parts: tuple[str, ...] = field(default=(), kw_only=True)
-    # A subclass of `launcher.hooks.Watch`; empty for none.
+    # A subclass of `launcher.hooks.Watch`.
     watch: str = field(default="", kw_only=True)
-    # Subclasses of `launcher.hooks.InLauncher` and `attempt.hooks.InAttempt`; empty for no part
-    # there.
+    # Subclasses of `launcher.hooks.InLauncher` and `attempt.hooks.InAttempt`.
     launcher: str = ""
     attempt: str = ""
-    # A function of a job's plan that returns the plan with what the feature knows beforehand.
+    # A function that takes a job's plan and returns the plan changed for this feature.
     plans: str = field(default="", kw_only=True)
-    # Functions of a command's arguments, by its name. They return the answer's data and lines.
+    # Functions by the name of a command. Each takes the command's arguments, and returns the
+    # answer's data and lines.
     commands: Mapping[str, str] = field(default_factory=dict, kw_only=True)
-    # Read with `config.of(…)`. There are several classes if other keys stand between them on the
-    # page.
+    # The feature's keys, which `config.of(…)` returns. A feature has several classes if keys of
+    # other features stand between them on the page of keys.
     keys: tuple[type[FeatureKeys], ...] = ()
 
 

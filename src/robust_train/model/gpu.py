@@ -1,4 +1,8 @@
-"""GPUs and their processes at a moment. Memory is in bytes."""
+"""Snapshots of GPUs and of their processes, as frozen values. Memory is in bytes.
+
+:mod:`robust_train.gpu` creates them from NVML in the launcher and in commands. The queue, the
+policy and the attempt's spec pass them on.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,9 @@ from dataclasses import dataclass
 class GpuProcess:
     """A process that NVML lists on a GPU."""
 
-    # Process id as the driver sees it. A container may number processes differently.
+    # Process id of the driver. A container may number processes differently.
     pid: int
-    used_bytes: int | None = None  # memory it holds, None if unavailable
+    used_bytes: int | None = None  # GPU memory of the process, None if unavailable
     # Whether NVML lists it as a CUDA process; False for a process that only draws.
     computes: bool = True
 
@@ -20,35 +24,33 @@ class GpuProcess:
 class GpuInfo:
     """A GPU (or a MIG slice) at a moment."""
 
-    # The device's identity, `GPU-…` or `MIG-…`. Indices are never an identity.
+    # `GPU-…` or `MIG-…`. Only the UUID identifies a device; its index may change.
     uuid: str
     name: str  # product name
-    # NVML's number of the GPU (of the parent GPU for a slice), as `nvidia-smi` shows it
+    # The number that `nvidia-smi` shows for the GPU, or for the parent GPU of a slice.
     index: int
     pci_bus_id: str  # `domain:bus:device.function` in lower-case hexadecimal
-    total_bytes: int  # memory of the device
-    # free_bytes, used_bytes: as NVML reports them, never computed as a difference.
+    # NVML reports all three figures. Free and used memory need not add up to the total.
+    total_bytes: int
     free_bytes: int
     used_bytes: int
-    # how busy the GPU was lately, None if not supported
+    # How busy the GPU was lately, None if not supported.
     utilization_percent: int | None = None
     # `default`, `exclusive_process`, `exclusive_thread` or `prohibited`
     compute_mode: str = "default"
-    # The processes on it; None if unavailable or not requested.
+    # The processes on the GPU, None if unavailable or not requested.
     processes: tuple[GpuProcess, ...] | None = None
-    # For a MIG slice, the UUID of its GPU.
-    parent_uuid: str | None = None
-    # Whether the GPU shares the host's memory (integrated). The figures are those of the host.
+    parent_uuid: str | None = None  # the UUID of a MIG slice's GPU, None for a whole GPU
+    # Whether the GPU shares the host's memory (integrated), which the memory figures then describe.
     unified_memory: bool = False
-    # Why its clocks are low, for example because of heat; None if they are not.
-    throttled: str | None = None
-    unusable: str | None = None  # why no job may start on it now, or None
-    # Whether the reason is a process that has it alone (exclusive mode), which may end.
+    throttled: str | None = None  # why its clocks are reduced (such as heat), None if they are not
+    unusable: str | None = None  # why no job may start on it now, None if a job may
+    # Whether `unusable` is due to a process that uses it alone (exclusive mode) and may end.
     owned: bool = False
     # Whether NVIDIA's Multi-Process Service owns it, so that exclusive mode does not matter.
     mps: bool = False
-    # CUDA's number of it under `CUDA_DEVICE_ORDER=PCI_BUS_ID` without a mask; None if NVML's and
-    # CUDA's lists may differ.
+    # CUDA's number of the GPU under `CUDA_DEVICE_ORDER=PCI_BUS_ID` without a mask. None if the
+    # lists of NVML and CUDA may differ.
     cuda_index: int | None = None
 
 
@@ -58,36 +60,34 @@ Group = tuple[GpuInfo, ...]
 
 @dataclass(frozen=True)
 class SkippedGpu:
-    """A GPU that could not be read: its NVML index, its UUID if known, and why."""
+    """A GPU that could not be read."""
 
-    index: int
-    reason: str
-    uuid: str | None = None
+    index: int  # its number in NVML
+    reason: str  # why it could not be read
+    uuid: str | None = None  # its UUID, None if unknown
 
 
 @dataclass(frozen=True)
 class Inventory:
     """All GPUs of the machine at a moment."""
 
-    # The GPUs that answered, MIG slices instead of their GPU, ordered by PCI address.
+    # The GPUs that could be read, ordered by PCI address. MIG slices replace their GPU.
     gpus: tuple[GpuInfo, ...] = ()
-    skipped: tuple[SkippedGpu, ...] = ()  # the GPUs that did not answer, with reasons
-    # A sentence if the list is empty (library missing, driver and library differ, no GPUs), else
-    # None.
+    skipped: tuple[SkippedGpu, ...] = ()  # the GPUs that could not be read
+    # Why the list is empty, for example because the NVIDIA library is missing. None if the list has
+    # a GPU.
     problem: str | None = None
     driver_version: str | None = None  # version of the NVIDIA driver, None if unknown
-    # the newest CUDA that the driver supports, None if unknown
-    cuda_version: str | None = None
-    # False if the driver hangs, so that nothing is known of the GPUs.
-    answered: bool = True
-    # False without a driver, and if the driver lists no GPU.
-    may_have_gpus: bool = True
+    cuda_version: str | None = None  # newest CUDA that the driver supports, None if unknown
+    answered: bool = True  # False if the driver hangs, so that nothing is known about the GPUs
+    may_have_gpus: bool = True  # False without a driver, or if the driver lists no GPU
 
     def cuda_versions(self, torch_cuda: str | None) -> str:
-        """Return the CUDA versions that the driver supports and that torch was built for, if known.
+        """Describe the CUDA versions of the driver and of torch, as far as they are known.
 
         Args:
-            torch_cuda: ``13.0``, ``none`` for a build without CUDA, None if unknown.
+            torch_cuda: torch's CUDA version, ``none`` if torch was built without CUDA, None if
+                unknown.
         """
         versions = []
         if self.cuda_version:
@@ -99,21 +99,27 @@ class Inventory:
         return ", ".join(versions)
 
     def may_run(self, torch_cuda: str | None) -> bool:
-        """Return whether the driver is likely to run a torch that was built for this CUDA.
+        """Return whether the driver probably supports a torch that was built for this CUDA.
 
-        It is a guess: a container may bring libraries that make an older driver sufficient.
+        The answer is a guess: a container may bring libraries with which an older driver suffices.
         """
-        if torch_cuda is None or self.cuda_version is None or torch_cuda == "none":
-            return torch_cuda != "none"
-        # Within a major version any driver will do.
-        return int(torch_cuda.split(".")[0]) <= int(self.cuda_version.split(".")[0])
+        if torch_cuda == "none":
+            return False
+        if torch_cuda is None or self.cuda_version is None:
+            return True
+        # A driver supports all minor versions of its major version.
+        torch_major = int(torch_cuda.split(".")[0])
+        driver_major = int(self.cuda_version.split(".")[0])
+        return torch_major <= driver_major
 
 
-def gpus_of(group: Group, rank: int | None) -> Group:
-    """Return the GPU of ``rank``; all of them if the rank is unknown."""
-    return group if rank is None else group[rank : rank + 1]
+def select_gpus(group: Group, rank: int | None) -> Group:
+    """Return the GPU of ``rank``, or the whole group if the rank is None."""
+    if rank is None:
+        return group
+    return group[rank : rank + 1]
 
 
 def device_name(gpus: Group) -> str:
-    """Return ``cuda:0,cuda:1`` as ``nvidia-smi`` counts, ``cpu`` if there are none."""
+    """Return a name such as ``cuda:0,cuda:1``, by the numbers of ``nvidia-smi``, or ``cpu``."""
     return ",".join(f"cuda:{gpu.index}" for gpu in gpus) or "cpu"

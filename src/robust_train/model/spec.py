@@ -43,11 +43,11 @@ class Knob(Part):
         """Return the choice for an attempt whose micro-batch is decided."""
         return self
 
-    def applied(self, config: RobustConfig) -> RobustConfig:
+    def apply_to_config(self, config: RobustConfig) -> RobustConfig:
         """Apply the choice to an attempt's config."""
         return config
 
-    def exported(self, environ: Mapping[str, str]) -> Mapping[str, str]:
+    def apply_to_environ(self, environ: Mapping[str, str]) -> Mapping[str, str]:
         """Apply the choice to an attempt's environment."""
         return environ
 
@@ -172,7 +172,7 @@ class Speed:
     rank: int = 0
 
 
-def slowest_rank(speeds: Iterable[Speed]) -> tuple[int, float, float] | None:
+def find_slowest_rank(speeds: Iterable[Speed]) -> tuple[int, float, float] | None:
     """Return the slowest rank, its seconds per step until the ranks meet, and the median of the
     others, or None unless at least two ranks have measured that."""
     alone = {speed.rank: speed.seconds_alone_per_step or 0.0 for speed in speeds}

@@ -44,7 +44,7 @@ class Traits:
     # Whether it accumulates by itself, and divides the loss by itself.
     accumulates_by_itself: bool
 
-    def interpreters(self, gpus: int) -> int:
+    def count_interpreters(self, gpus: int) -> int:
         """Return how many attempt interpreters run it on this many GPUs."""
         return 1 if self.starts_ranks else gpus
 

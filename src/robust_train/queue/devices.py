@@ -24,7 +24,7 @@ from robust_train.model.attempt import Attempt
 from robust_train.model.errors import ConfigError, NoDeviceError
 from robust_train.model.events import Event, MemoryReported
 from robust_train.model.failure import FailureKind
-from robust_train.model.gpu import Group, gpus_of
+from robust_train.model.gpu import Group, select_gpus
 from robust_train.model.spec import Room
 from robust_train.policy.context import Offers, excluded_after
 from robust_train.queue.host_queue import GpuRequest, HostQueue
@@ -211,7 +211,7 @@ class Devices:
         self.queue.drain()
         if failure.kind is FailureKind.DEVICE_FAULT:
             ask_health_again()
-            suspects = gpus_of(group, failure.rank)
+            suspects = select_gpus(group, failure.rank)
             excluded = excluded_after(failure, suspects, free_bytes(suspects))
             for uuid, reason in excluded.items():
                 self.queue.exclude(uuid, reason)
@@ -220,7 +220,7 @@ class Devices:
         if not before:
             return FreeBytes()
         after = self._settle(group, before)
-        failed_on = gpus_of(group, failure.rank or 0)
+        failed_on = select_gpus(group, failure.rank or 0)
         uuid = failed_on[0].uuid if failed_on else ""
         return FreeBytes(before.get(uuid), after.get(uuid))
 

@@ -10,7 +10,7 @@ from robust_train.config.projects import Words
 from robust_train.folder.memory_samples import Sample
 from robust_train.model.attempt import UNFINISHED, Attempt
 from robust_train.model.failure import Failure, FailureKind
-from robust_train.model.spec import Speed, slowest_rank
+from robust_train.model.spec import Speed, find_slowest_rank
 from robust_train.readable import (
     by_processes,
     counted,
@@ -330,7 +330,7 @@ def _data(attempt: Attempt) -> Iterator[str]:
 
 
 def _slow_ranks(speed: Sequence[Speed]) -> Iterator[str]:
-    slowest = slowest_rank(speed)
+    slowest = find_slowest_rank(speed)
     if slowest is None:
         return
     rank, most, usual = slowest

@@ -29,7 +29,7 @@ class WorkersKnob(Knob):
         """Return the values of the keys under ``training``."""
         return cls(config.training.num_workers, config.training.prefetch_factor)
 
-    def applied(self, config: RobustConfig) -> RobustConfig:
+    def apply_to_config(self, config: RobustConfig) -> RobustConfig:
         """Return the config with these keys."""
         training = replace(
             config.training, num_workers=self.num_workers, prefetch_factor=self.prefetch_factor

@@ -28,7 +28,7 @@ class DivergenceKnob(Knob):
     # data up to this optimizer step is passed over, where that is possible
     skips_to: int = 0
 
-    def applied(self, config: RobustConfig) -> RobustConfig:
+    def apply_to_config(self, config: RobustConfig) -> RobustConfig:
         """Return the config with the lower learning rate."""
         training = replace(config.training, lr=config.training.lr * self.lr_factor)
         return replace(config, training=training)

@@ -25,7 +25,7 @@ class GradientsKnob(Knob):
         """Return the value of ``training.gradient_checkpointing``. By default, it is a remedy."""
         return cls(config.training.gradient_checkpointing is True)
 
-    def applied(self, config: RobustConfig) -> RobustConfig:
+    def apply_to_config(self, config: RobustConfig) -> RobustConfig:
         """Return the config with this key."""
         training = replace(config.training, gradient_checkpointing=self.gradient_checkpointing)
         return replace(config, training=training)

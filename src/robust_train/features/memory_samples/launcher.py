@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from robust_train.features.memory_samples.record import StabilityNote
 from robust_train.folder.memory_samples import attempt_stability
-from robust_train.launcher.hooks import History, InLauncher, computed
+from robust_train.launcher.hooks import History, InLauncher, compute_or_warn
 from robust_train.model.attempt import Attempt
 from robust_train.model.json import as_json
 
@@ -14,7 +14,7 @@ class MemorySamples(InLauncher):
 
     def evidence(self, attempt: Attempt, history: History) -> Attempt:
         """Add the stability of its memory to the attempt, None without samples."""
-        stability = computed(
+        stability = compute_or_warn(
             "the stability of memory",
             lambda: attempt_stability(self.job.plan.run_dir, attempt.number),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from robust_train.folder.state import Summary
-from robust_train.launcher.hooks import InLauncher, computed
+from robust_train.launcher.hooks import InLauncher, compute_or_warn
 from robust_train.report import wording
 from robust_train.report.html import write_report
 from robust_train.report.sources import read_sources
@@ -18,11 +18,11 @@ class ReportPage(InLauncher):
     def end(self, summary: Summary) -> Summary:
         """Add goodput and advice to the summary, and write the page that shows both."""
         words = self.job.plan.words
-        sources = computed("the record", lambda: read_sources(summary.run_dir))
+        sources = compute_or_warn("the record", lambda: read_sources(summary.run_dir))
         if sources is None:
             return summary
-        findings = computed("advice", lambda: tuple(wording.speed_advice(summary.attempts)))
-        goodput = computed("goodput", lambda: goodput_from(sources))
+        findings = compute_or_warn("advice", lambda: tuple(wording.speed_advice(summary.attempts)))
+        goodput = compute_or_warn("goodput", lambda: goodput_from(sources))
         advice = (*summary.advice, *map(words.text, findings or ()))
         summary = replace(summary, goodput=goodput, advice=advice)
         write_report(replace(sources, summary=summary))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from robust_train.features.slow.record import Slow
-from robust_train.model.spec import Speed, slowest_rank
+from robust_train.model.spec import Speed, find_slowest_rank
 from robust_train.readable import number, percent
 
 MUCH = 0.2
@@ -22,7 +22,7 @@ def hindrances(
     waited = max((speed.data_share or 0 for speed in speeds), default=0)
     text = f"training waits for data {percent(waited)} of the time"
     reasons = [Slow("data", text, waited)]
-    slowest = slowest_rank(speeds)
+    slowest = find_slowest_rank(speeds)
     if slowest is not None:
         rank, most, usual = slowest
         text = f"rank {rank} takes {number(most)} s a step, the others {number(usual)} s"
