@@ -143,7 +143,7 @@ def test_another_hosts_job_is_seen_and_answers(tmp_path):
             choose_run(str(run.pid))
         with open_folder(tmp_path / "ours") as ours:
             assert choose_run(None).id == ours.state.id, "the only one on this host"
-        with pytest.raises(ControlError, match="no attempt runs"):
+        with pytest.raises(ControlError, match="no attempt can do this"):
             ask(run, "checkpoint")
         assert ask(run, "stop")["after"] == "stopping"
 
