@@ -57,7 +57,8 @@ if TYPE_CHECKING:
     from robust_train.step.batcher import MicroBatcher
     from robust_train.step.oom_handler import OOMHandler, adaptive_batch_training, retry_on_oom
     from robust_train.step.probing import FoundBatchSize, find_batch_size
-    from robust_train.step.split_check import SplitCheck, check_split
+    from robust_train.step.split_check import SplitCheck
+    from robust_train.step.split_checker import check_split
 
 take_loggers()
 
@@ -98,7 +99,8 @@ _NAMES = {
     "step.batcher": "MicroBatcher",
     "step.oom_handler": "OOMHandler adaptive_batch_training retry_on_oom",
     "step.probing": "FoundBatchSize find_batch_size",
-    "step.split_check": "SplitCheck check_split",
+    "step.split_check": "SplitCheck",
+    "step.split_checker": "check_split",
     "attempt.run": "Run",
     "folder.checkpoints": "CheckpointError save_checkpoint",
     "folder.state": "Summary",

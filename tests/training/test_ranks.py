@@ -12,14 +12,8 @@ import warm
 from robust_train.config.placeholders import MicroBatchPlan
 from robust_train.model.failure import Failure, FailureKind
 from robust_train.step import ranks
-from robust_train.step.ranks import (
-    OtherGroups,
-    RankReport,
-    RanOut,
-    ReplicaFinder,
-    Replicated,
-    agree,
-)
+from robust_train.step.ranks import OtherGroups, RankReport, RanOut, agree
+from robust_train.step.replicas import ReplicaFinder, Replicated
 from robust_train.step.splitting import MicroBatchSize
 
 PROGRAM = Path(__file__).with_name("group_of_ranks.py").read_text()
@@ -82,14 +76,14 @@ def test_ranks_that_would_resume_different_checkpoints_say_so(group):
 
 def test_a_replaced_wrapper_is_looked_up_again(monkeypatch):
     """Its successor's gradients would be summed over no ranks, without a word."""
-    monkeypatch.setattr("robust_train.step.ranks.broadcast", lambda *given: None)
+    monkeypatch.setattr("robust_train.step.replicas.broadcast", lambda *given: None)
     net, finder = nn.Linear(2, 1), ReplicaFinder()
-    assert finder.of([net], None) == [], "it is wrapped later"
+    assert finder.find([net], None) == [], "it is wrapped later"
     wrapper = Replicated(net)
-    assert finder.of([net], [wrapper]) == [wrapper]
+    assert finder.find([net], [wrapper]) == [wrapper]
     del wrapper
     wrapper = Replicated(net)
-    assert finder.of([net], [wrapper]) == [wrapper]
+    assert finder.find([net], [wrapper]) == [wrapper]
 
 
 def test_a_rank_that_is_exhausted_decides_for_all():

@@ -72,7 +72,7 @@ def test_sharded_steps_repeat_and_resume_anywhere(tmp_path):
         ("own", "collectives of its own"),
         ("in part", "is not sharded, beside parameters that are"),
         ("hybrid", "hybrid sharding or tensor parallelism"),
-        ("beside", "DistributedDataParallel beside a sharded one"),
+        ("beside", "DistributedDataParallel beside a sharded model"),
         ("split", "1.wide (Linear) gathers its weights"),
         ("first kind", "(FullyShardedDataParallel) gathers its weights"),
         ("skips", "differ in what its ranks send each other"),

@@ -13,9 +13,9 @@ from robust_train.config.placeholders import MicroBatchPlan, SplitRule
 from robust_train.model.errors import UserError
 from robust_train.step import ranks
 from robust_train.step.engine import Batch, Body, Results, Step
-from robust_train.step.ranks import SharedStep
 from robust_train.step.reachable import Models, models_of
 from robust_train.step.recorder import OnEvent, Recorder
+from robust_train.step.shared_step import SharedStep
 from robust_train.step.split_watch import SplitWatch
 from robust_train.step.splitting import Count, Length, MicroBatchSize, Part, Parts, SizeState, Split
 from robust_train.step.step_start import PartStart, StepStart, Watch

@@ -1,8 +1,14 @@
-"""One optimizer step in parts that fit: if memory runs out, it starts over with smaller parts.
+"""Run one optimizer step in parts that fit, and start over in smaller parts if memory runs out.
 
-:class:`.batcher.MicroBatcher` runs each step through a :class:`Step`, in the process that trains.
-The pass over a part is a function. When it has raised, its frames are emptied, and with their
-variables the graph and all activations are free: nothing has to be searched for.
+:class:`.batcher.MicroBatcher` and the integrations run each step through a :class:`Step`, in the
+process that trains::
+
+    run ─▶ _pass: each part ─▶ _run_part ──went through──▶ results ─▶ end: gradients of all ranks
+             ▲                     └─ memory ran out ─▶ release it, choose a smaller size
+             └───── _run_from_start: rewind the step ◀────────┘
+
+The pass over a part is a function call. If it raises, its frames are cleared. That drops their
+variables, and with them the graph and all activations, so the memory is free for the next try.
 """
 
 from __future__ import annotations
@@ -27,10 +33,12 @@ from robust_train.model.errors import RankFailure
 from robust_train.model.failure import Failure, FailureKind
 from robust_train.readable import first_line
 from robust_train.step.after_shortage import AfterShortage, Answer, decide
-from robust_train.step.ranks import RankReport, RanOut, SharedStep
+from robust_train.step.ranks import RankReport, RanOut
 from robust_train.step.recorder import Recorder
 from robust_train.step.sharded import RanOutElsewhereError
-from robust_train.step.split_check import Checker, Kept, LossOf, SplitCheck, described
+from robust_train.step.shared_step import SharedStep
+from robust_train.step.split_check import Kept, SplitCheck
+from robust_train.step.split_checker import LossOf, SplitChecker, describe_error
 from robust_train.step.split_watch import kind_of_step
 from robust_train.step.splitting import MicroBatchSize, Part, Parts, bounds
 from robust_train.step.step_start import PartStart, StepStart
@@ -38,24 +46,6 @@ from robust_train.step.step_start import PartStart, StepStart
 log = logging.getLogger("robust_train")
 
 T = TypeVar("T")
-
-
-def needs_several_samples(module: nn.Module) -> bool:
-    """Return whether a layer takes its statistics from the samples of a part."""
-    return module.training and depends_on_batch(torch, module)
-
-
-def _add_note(error: BaseException, note: str) -> None:
-    """Add a note to an exception, which Python shows below its message from 3.11 on."""
-    if hasattr(error, "add_note"):
-        error.add_note(note)
-
-
-def without_context(error: BaseException) -> BaseException:
-    """Return an exception without what it was raised from, and without its frames."""
-    error.__cause__ = None
-    error.__context__ = None
-    return error.with_traceback(None)
 
 
 Body = Callable[[Part], T]
@@ -66,26 +56,26 @@ Results = list[tuple[T, Part]]
 
 
 class CannotSplitError(Exception):
-    """The pass over a part cannot be made over a smaller part. The message has the reason."""
+    """The pass does not work on a part of the batch. The message has the reason."""
 
 
 @dataclass(frozen=True)
 class Batch(Generic[T]):
-    """A batch of a step: its parts, the pass over a part, and its loss without a backward pass."""
+    """A batch of a step, and how to compute it."""
 
     parts: Parts
     body: Body[T]
-    loss_of: LossOf | None = None  # None if it cannot be computed apart from the pass
-    function: Any = None  # the user's, by whose code steps of one kind are recognised
+    # Returns the loss of some data without a backward pass. None: only the body can compute it.
+    loss_of: LossOf | None = None
+    # The user's function. Steps that run the same code are checked once.
+    function: Any = None
 
 
 @dataclass(frozen=True)
 class PartEnd:
-    """How the pass over a part ended.
+    """How the pass over a part ended."""
 
-    It has not gone through if memory ran out on this rank or on a rank that computes with it.
-    """
-
+    # False: memory ran out, on this rank or on a rank that takes part in its passes.
     went_through: bool
     # If memory ran out on this rank: the failure, and how the step is repeated.
     failure: Failure | None = None
@@ -93,22 +83,31 @@ class PartEnd:
 
 
 class Step(Generic[T]):
-    """A step in progress: the batches so far, and what is needed to run them again.
+    """A step in progress, with all that is needed to run its batches again.
 
-    Most steps have a single batch. A framework that accumulates hands over several in turn.
+    Most steps have a single batch. A framework that accumulates gradients passes several in turn.
+
+    Args:
+        size: the size of parts, which shrinks if memory runs out.
+        start: the state at the start of the step. None in validation of a model that can leave a
+            part at any time: then only a part that fails is repeated.
+        shared: the ranks that share the step.
+        recorder: logs and reports what happens.
+        training: False for validation.
+        part_start: records the state at the start of a part, used if ``start`` is None.
     """
 
     def __init__(
         self,
         size: MicroBatchSize,
-        start: StepStart | None,  # None if each part stands for itself
+        start: StepStart | None,
         shared: SharedStep,
         recorder: Recorder,
         *,
         training: bool = True,
-        part_start: Callable[[], PartStart] = PartStart,  # makes the start of such a part
+        part_start: Callable[[], PartStart] = PartStart,
     ) -> None:
-        self.repeats = 0  # how often passes of this step started over
+        self.repeats = 0  # number of times that memory ran out in a part of this step
         self.start = start
         self._size = size
         self._shared = shared
@@ -116,22 +115,21 @@ class Step(Generic[T]):
         self._is_training = training
         self._part_start = part_start
         self._batches: list[Batch[T]] = []
-        self._items = 1.0  # the weight of this rank's mean among all ranks
-        self._ran_out: RanOut | None = None  # the last time on this rank
+        self._items = 1.0  # the number of items that this rank's mean loss averages over
+        self._ran_out: RanOut | None = None  # the latest shortage on this rank, for the others
         self._host_ran_out = False
-        # The error with which memory ran out in this step, without its frames.
+        # The error of the latest shortage on this rank, without its frames.
         self._shortage: BaseException | None = None
-        self._agrees = True  # the other ranks reach the same agreement
+        # Whether the other ranks wait for a message at the end of this pass.
+        self._ranks_wait = True
 
     def run(self, batch: Batch[T], *, is_last: bool = True) -> Results[T]:
-        """Run a batch, and return what the body returned for each of its parts.
+        """Run a batch, and return the result of its body for each part.
 
-        If memory runs out, the step's batches so far go through their bodies again in smaller
-        parts. If that does not help, or with any other error, the step is undone. In validation of
-        a model that can leave a part at any time, only a part that fails is repeated.
+        If memory runs out, all batches of the step run again in smaller parts. If that does not
+        help, or after any other error, the step is undone.
 
         Args:
-            batch: with its body.
             is_last: :meth:`end` follows. Until then ranks do not wait for each other.
         """
         if self.start is None:
@@ -139,30 +137,32 @@ class Step(Generic[T]):
         if self._batches:
             self.start.begin_batch()
         self._batches.append(batch)
-        self._agrees = is_last
+        self._ranks_wait = is_last
         with self.undone_after_an_error(), self._shared.without_collectives():
             results = self._pass(self._batches[-1:])
-            return self._from_its_start() if results is None else results
+            if results is None:
+                results = self._run_from_start()
+            return results
 
     def run_again(self) -> Results[T]:
-        """Run the step's batches from its start once more, as their bodies are now."""
+        """Run all batches of the step once more, because their bodies now compute another loss."""
         with self.undone_after_an_error(), self._shared.without_collectives():
-            return self._from_its_start()
+            return self._run_from_start()
 
-    def _from_its_start(self) -> Results[T]:
-        """Run the step's batches again, in smaller parts each time that memory runs out."""
+    def _run_from_start(self) -> Results[T]:
+        """Run all batches again from the step's start, in smaller parts after each shortage."""
         assert self.start is not None
         results = None
         while results is None:
             self._shared.reset()
             self.start.rewind()
-            self.rewound()
+            self.rewind_framework()
             results = self._pass(self._batches)
         return results
 
     def _run_each(self, batch: Batch[T]) -> Results[T]:
-        """Run a batch whose parts stand for themselves: only a part that fails is repeated."""
-        self._agrees = False
+        """Run a batch whose parts are independent. Only a part that runs out is repeated."""
+        self._ranks_wait = False
         self._batches = [batch]
         parts = batch.parts
         body = batch.body
@@ -175,7 +175,7 @@ class Step(Generic[T]):
                 start, stop = bounds(parts.samples, size, done)[0]
                 part = parts.part(start, stop)
                 used = min(size, stop - start)
-                if self._goes_through(part, body, used, results):
+                if self._try_part(part, body, used, results):
                     done = stop
                 else:
                     start_of_part.restore()
@@ -197,7 +197,7 @@ class Step(Generic[T]):
         """End the step on all ranks.
 
         Returns:
-            The mean of all ranks' losses, each a mean of ``items``, and whether the bodies of any
+            The mean loss of all ranks, weighted by their ``items``, and whether the bodies of any
             rank returned more than a loss.
         """
         assert self.start is not None
@@ -212,7 +212,7 @@ class Step(Generic[T]):
         return loss, returns_more if agreed is None else agreed.returns_more
 
     def leave(self) -> None:
-        """End the step early: gradients of earlier batches are as before it."""
+        """End a step without a loss of all ranks: a validation, or a step that is given up."""
         if self.start is not None:
             self.start.end()
 
@@ -226,9 +226,9 @@ class Step(Generic[T]):
             raise
 
     def _undo(self) -> None:
-        """Go back to the step's start while an error is on its way, which must not be lost.
+        """Go back to the step's start, without hiding the error that is being raised.
 
-        After a fault of the device every call that reaches it raises once more.
+        After a device fault, every call to the device raises that fault again.
         """
         try:
             if self.start is not None and self.start.is_open:
@@ -238,32 +238,33 @@ class Step(Generic[T]):
         except Exception as error:
             log.warning("the step's start cannot be restored: %s", first_line(error))
 
-    # --- what a framework changes ---
+    # --- what the step of a framework overrides ---
 
     refuses_collectives = True
-    """Whether a user collective in a part is refused, before a rank waits in it."""
+    """Whether user collectives inside a part are refused, because a rank that runs out of memory
+    would leave the others waiting in them."""
 
-    def rewound(self) -> None:
-        """Go back to the step's start with what else a pass has changed."""
+    def rewind_framework(self) -> None:
+        """Restore the framework's own state to that at the step's start."""
 
     def guard(self) -> AbstractContextManager[object]:
-        """Return a context for each body."""
+        """Return a context in which each body runs."""
         return contextlib.nullcontext()
 
     def cannot_repeat(self) -> str | None:
-        """Return why memory that runs out now has to end the attempt, or None if it does not."""
+        """Return the reason why the step cannot be repeated, or None if it can."""
         if cuda.holds_graphs():
-            # torch shows both as private pools of segments
+            # torch lists the memory of graphs and of user pools in the same way.
             return "a CUDA graph was captured, or a memory pool is in use, which keeps its memory"
         if self.start is not None and self.start.is_lost:
             return "it has made or changed a large buffer as no step before it"
         return None
 
-    def say_why(self, reason: str) -> None:
-        """Log why memory that ran out ends the attempt."""
+    def log_why(self, reason: str) -> None:
+        """Log why the step cannot be repeated, so that the attempt ends."""
         self._recorder.cannot_repeat(reason)
 
-    # --- the passes ---
+    # --- batches and their parts ---
 
     def _pass(self, batches: list[Batch[T]]) -> Results[T] | None:
         """Run batches. Return the results of the last batch, or None if memory ran out."""
@@ -274,28 +275,26 @@ class Step(Generic[T]):
             results = []
             used = self._size.for_batch(batch.parts.samples)
             for part in self._parts_of(batch, used):
-                if not self._goes_through(part, batch.body, used, results):
+                if not self._try_part(part, batch.body, used, results):
                     return None
         return results
 
     def _parts_of(self, batch: Batch[T], used: int) -> Iterator[Part]:
         """Yield a batch's parts. With a sharded model, every rank yields the same number."""
         parts = batch.parts
-        with_samples = bounds(parts.samples, used, least=self._least_part)
-        wants_check = len(with_samples) > 1 and self._is_unchecked(batch)
+        bounds_here = bounds(parts.samples, used, least=self._least_part)
+        wants_check = len(bounds_here) > 1 and self._is_unchecked(batch)
         factor = 1.0
-        most = len(with_samples)
+        count = len(bounds_here)
         if self.is_sharded:
             self._items = parts.items
-            most, factor, wants_check = self._shared.plan(most, parts.items, wants_check)
+            count, factor, wants_check = self._shared.plan(count, parts.items, wants_check)
         if wants_check:
             self._check_split(batch, used)
-        for number in range(most):
-            if number < len(with_samples):
-                start, stop = with_samples[number]
-                yield parts.part(start, stop, factor=factor)
-            else:
-                yield parts.without_weight()
+        for start, stop in bounds_here:
+            yield parts.part(start, stop, factor=factor)
+        for _ in range(count - len(bounds_here)):
+            yield parts.without_weight()
 
     @functools.cached_property
     def _least_part(self) -> int:
@@ -304,9 +303,11 @@ class Step(Generic[T]):
             return 2
         if self.start is None or not self._is_training:
             return 1
-        return 2 if any(map(needs_several_samples, self.start.modules)) else 1
+        if any(map(_needs_several_samples, self.start.modules)):
+            return 2
+        return 1
 
-    # --- whether the parts have the loss of the whole ---
+    # --- the check whether splitting keeps the loss ---
 
     def _is_unchecked(self, batch: Batch[T]) -> bool:
         if not self._is_training:
@@ -315,8 +316,7 @@ class Step(Generic[T]):
         return not self._recorder.splits.knows(kind)
 
     def _check_split(self, batch: Batch[T], used: int) -> None:
-        """Compare a part's loss with those of its halves before the first part is computed."""
-        assert self.start is not None
+        """Check, before the first part runs, whether a part's loss is that of its halves."""
         self._recorder.speed.pause()
         splits = self._recorder.splits
         check = SplitCheck(Kept.UNKNOWN, "its loss is not known apart from its step")
@@ -324,32 +324,22 @@ class Step(Generic[T]):
             check = self._compare_losses(batch, batch.loss_of, used)
         kind = kind_of_step(batch.parts, batch.function)
         ran_out = self.repeats > 0
-        if not splits.take(kind, check, self._recorder.step(), ran_out=ran_out):
+        if not splits.accept(kind, check, self._recorder.step(), ran_out=ran_out):
             self._end_as_shortage(check.message, used)
 
     def _compare_losses(self, batch: Batch[T], loss_of: LossOf, used: int) -> SplitCheck:
         assert self.start is not None
-        # Weights that are gathered would be taken for weights of the model.
+        # FSDP's gathered weights would be taken for weights of the model.
         self._shared.reset()
-
-        @contextlib.contextmanager
-        def around() -> Iterator[None]:
-            with self.guard(), self._recorder.splits.muted():
-                if not self.refuses_collectives:
-                    yield
-                    return
-                with self._shared.extra_pass():
-                    yield
-
-        checker = Checker(
+        checker = SplitChecker(
             loss_of,
             batch.parts,
             used,
             self.start.models,
             batch.function,
-            around=around,
-            figures=self._shared.figures,
-            named=self.start.named,
+            around=self._extra_pass,
+            exchange=self._shared.exchange_figures,
+            reported=self.start.reported,
             host_memory_ran_out=self._host_ran_out,
         )
         check = checker.check()
@@ -357,44 +347,27 @@ class Step(Generic[T]):
             return_memory(workspaces=True)
         return check
 
-    def _end_as_shortage(
-        self, note: str, used: int, error: BaseException | None = None
-    ) -> NoReturn:
-        """Raise what memory ran out with: the step cannot be repeated in parts.
+    @contextlib.contextmanager
+    def _extra_pass(self) -> Iterator[None]:
+        """Surround each pass of the check, which is not a part of the step."""
+        with self.guard(), self._recorder.splits.muted():
+            if not self.refuses_collectives:
+                yield
+                return
+            with self._shared.extra_pass():
+                yield
 
-        Args:
-            note: why not.
-            used: the size of the parts.
-            error: what a part raised, if that is why.
-        """
-        shortage = self._shortage
-        if shortage is None:  # it ran out on another rank
-            shortage = torch.OutOfMemoryError("out of memory on another rank")
-        self._recorder.cannot_split(note)
-        _add_note(shortage, note)
-        failure = classify_failure(shortage)
-        self._ran_out = RanOut(failure, used, True, self._shared.rank)
-        self._tell_other_ranks(failure, shortage)
-        raise shortage from error
+    # --- a part ---
 
-    def _tell_other_ranks(self, failure: Failure, error: BaseException) -> None:
-        """Tell the other ranks to end as well. They may save before that."""
-        if not self._agrees:
-            return
-        self._undo()
-        if self._agree() is not None:
-            rank = self._shared.rank
-            raise RankFailure(rank, failure, is_elsewhere=False) from error
-
-    def _goes_through(self, part: Part, body: Body[T], used: int, results: Results[T]) -> bool:
-        """Run a part. Return False if memory ran out, once all that the pass held is free."""
+    def _try_part(self, part: Part, body: Body[T], used: int, results: Results[T]) -> bool:
+        """Run a part of a size. If memory runs out, release it and return False."""
         end = self._run_part(part, body, used, results)
-        # Nothing refers to the exception any longer, so that what its frames held can be freed.
+        # The exception is gone here, so the memory that its frames held can be released.
         is_done = end.went_through
         if not is_done and self.start is not None:
             results.clear()
         if end.failure is not None and end.answer is not None:
-            self._make_ready_to_repeat(end.failure, end.answer, used)
+            self._prepare_to_repeat(end.failure, end.answer, used)
         if self.is_sharded:
             is_done = self._agree_on_part()
         if not is_done:
@@ -415,7 +388,7 @@ class Step(Generic[T]):
                 result = body(part)
             if is_watched:
                 self._shared.end_part(ran_out=False)
-            # An empty part serves the other ranks only.
+            # An empty part runs only because the other ranks wait for this rank's collectives.
             if len(part) or not self.is_sharded:
                 results.append((result, part))
             return PartEnd(went_through=True)
@@ -427,41 +400,41 @@ class Step(Generic[T]):
         except Exception as error:
             failure = classify_failure(error, host_memory_ran_out=self._host_ran_out)
             if not failure.kind.is_memory:
-                if self._is_cut_after_a_shortage(part):
+                if self._was_cut_after_a_shortage(part):
                     self._end_after_error_of_a_part(error, used)
                 raise
             answer = self._decide_after(failure, used)
-            self._remember(failure, answer, used)
+            self._remember_shortage(failure, answer, used)
             if not answer.repeats:
                 self._end_after_shortage(error, failure, answer, used)
                 raise
             self._recorder.on_oom(error, failure)
             clear_frames(error)
-            self._shortage = without_context(error)
+            self._shortage = _strip_context(error)
             return PartEnd(False, failure, answer)
 
     def _decide_after(self, failure: Failure, used: int) -> AfterShortage:
-        """Return what follows after memory ran out in a part of this size."""
+        """Decide how the step continues after memory ran out in a part of size ``used``."""
         reason = self.cannot_repeat()
         if reason is not None:
             return AfterShortage(Answer.CANNOT_REPEAT, reason)
-        if self._makes_room(failure):
+        if self._make_room(failure):
             return AfterShortage(Answer.REPEAT_WITH_ROOM)
         smaller = self._size.smaller_than(used)
         samples = [batch.parts.samples for batch in self._batches]
         return decide(smaller, used, samples, least=self._least_part)
 
-    def _makes_room(self, failure: Failure) -> bool:
-        """Move gradients of earlier batches off the GPU, which may be all that the step lacks."""
-        # ranks that compute together would have to do so together
+    def _make_room(self, failure: Failure) -> bool:
+        """Move gradients of earlier batches to the host. Return whether that freed GPU memory."""
+        # Ranks of a sharded model would have to move theirs at the same time.
         if self.start is None or self.is_sharded:
             return False
         if failure.kind is not FailureKind.DEVICE_OOM:
             return False
         return self.start.make_room()
 
-    def _remember(self, failure: Failure, answer: AfterShortage, used: int) -> None:
-        """Remember what ran out, for this step's sizes and for the other ranks."""
+    def _remember_shortage(self, failure: Failure, answer: AfterShortage, used: int) -> None:
+        """Remember a shortage for the report to the other ranks, and use smaller parts after it."""
         if failure.kind is FailureKind.HOST_OOM:
             self._host_ran_out = True
         if answer.answer is not Answer.REPEAT_WITH_ROOM:
@@ -469,24 +442,8 @@ class Step(Generic[T]):
         if answer.shrinks:
             self._size.failed_at(used)
 
-    def _end_after_shortage(
-        self, error: Exception, failure: Failure, answer: AfterShortage, used: int
-    ) -> None:
-        """Log why memory that ran out ends the attempt, and let the other ranks end as well."""
-        if answer.answer is Answer.CANNOT_REPEAT:
-            self.say_why(answer.reason)
-            _add_note(error, f"this step cannot be split: {answer.reason}")
-        else:
-            tried = self._size.tried
-            _add_note(error, self._recorder.exhausted(self._is_training, failure, used, tried))
-        if self._agrees and self.is_sharded:
-            clear_frames(error)
-            return_memory(thorough=True)
-            self._shared.end_part(ran_out=True)
-        self._tell_other_ranks(failure, error)
-
-    def _make_ready_to_repeat(self, failure: Failure, answer: AfterShortage, used: int) -> None:
-        """Release memory after a part that ran out of it, and log how the step is repeated."""
+    def _prepare_to_repeat(self, failure: Failure, answer: AfterShortage, used: int) -> None:
+        """Release the memory of a part that ran out, and log how the step is repeated."""
         return_memory(thorough=self.repeats > 0, workspaces=True)
         do_without_onednn(failure)
         if answer.answer is Answer.REPEAT_WITH_ROOM:
@@ -497,21 +454,81 @@ class Step(Generic[T]):
         if self.is_sharded:
             self._shared.end_part(ran_out=True)
 
+    def _warn_of_changes(self) -> None:
+        """Warn that a pass changed the batch or weights in place, which the repeat does again."""
+        if any(batch.parts.has_changed for batch in self._batches):
+            self._recorder.changes_in_place("the batch")
+        elif self.start is not None and self.start.has_changed_weights:
+            self._recorder.changes_in_place("weights")
+
     def _agree_on_part(self) -> bool:
-        """Return whether a part of a sharded step went through on all ranks."""
+        """Agree with the other ranks whether a part of a sharded model went through on all."""
         agreed = self._agree()
         self._ran_out = None
         return agreed is None or agreed.ran_out is None
 
-    def _is_cut_after_a_shortage(self, part: Part) -> bool:
+    # --- how a step ends that is not repeated ---
+
+    def _end_as_shortage(
+        self, note: str, used: int, error: BaseException | None = None
+    ) -> NoReturn:
+        """Raise the error of the latest shortage again, because the step cannot run in parts.
+
+        Args:
+            note: the reason.
+            used: the size of the parts.
+            error: the error that a part raised, if that is the reason.
+        """
+        shortage = self._shortage
+        if shortage is None:  # Memory ran out on another rank only.
+            shortage = torch.OutOfMemoryError("out of memory on another rank")
+        self._recorder.cannot_split(note)
+        _add_note(shortage, note)
+        failure = classify_failure(shortage)
+        self._ran_out = RanOut(failure, used, True, self._shared.rank)
+        self._end_other_ranks(failure, shortage)
+        raise shortage from error
+
+    def _end_other_ranks(self, failure: Failure, error: BaseException) -> None:
+        """Report to the other ranks that the attempt ends. They may save a checkpoint first.
+
+        Raises:
+            RankFailure: there are other ranks.
+        """
+        if not self._ranks_wait:
+            return
+        self._undo()
+        if self._agree() is not None:
+            rank = self._shared.rank
+            raise RankFailure(rank, failure, is_elsewhere=False) from error
+
+    def _end_after_shortage(
+        self, error: Exception, failure: Failure, answer: AfterShortage, used: int
+    ) -> None:
+        """Log why a shortage ends the attempt, and end the other ranks as well."""
+        if answer.answer is Answer.CANNOT_REPEAT:
+            self.log_why(answer.reason)
+            _add_note(error, f"this step cannot be split: {answer.reason}")
+        else:
+            tried = self._size.tried
+            note = self._recorder.exhausted(self._is_training, failure, used, tried)
+            _add_note(error, note)
+        if self._ranks_wait and self.is_sharded:
+            clear_frames(error)
+            return_memory(thorough=True)
+            self._shared.end_part(ran_out=True)
+        self._end_other_ranks(failure, error)
+
+    def _was_cut_after_a_shortage(self, part: Part) -> bool:
         """Return whether a part is smaller than the batch because memory ran out in this step.
 
-        An error that such a part raises does not show a bug: the whole batch did not raise it.
+        An error in such a part is not a bug of the program: the whole batch did not raise it.
         """
         return not part.is_whole and self.repeats > 0 and self.start is not None
 
     def _end_after_error_of_a_part(self, error: Exception, used: int) -> NoReturn:
-        check = SplitCheck(Kept.CANNOT, described(error), used)
+        """End the attempt after an error that only a part of the batch raises."""
+        check = SplitCheck(Kept.CANNOT, describe_error(error), used)
         note = check.message
         self._recorder.splits.on_found(self._recorder.step(), check, True)
         if self.is_sharded:
@@ -519,17 +536,15 @@ class Step(Generic[T]):
             self._shared.end_part(ran_out=True)
         self._end_as_shortage(note, used, error)
 
-    def _warn_of_changes(self) -> None:
-        """Log what a pass has changed that cannot be put back: it happens again."""
-        changed = "the batch"
-        if not any(batch.parts.has_changed for batch in self._batches):
-            if self.start is None or not self.start.has_changed_weights:
-                return
-            changed = "weights"
-        self._recorder.changes_in_place(changed)
-
     def _agree(self, *, returns_more: bool = False) -> RankReport | None:
-        """Agree with the other ranks on how this step or part went. None without other ranks."""
+        """Agree with the other ranks on how this step or part went.
+
+        Returns:
+            The combined report of all ranks, or None without other ranks.
+
+        Raises:
+            RankFailure: memory ran out on another rank, and no smaller size is left.
+        """
         self._recorder.speed.alone_until_now()
         ran_out_here = self._ran_out
         size = self._size
@@ -543,3 +558,21 @@ class Step(Generic[T]):
         failed = 0 if ran_out is None else ran_out.size
         size.agree(agreed.size, failed=failed, is_known=ran_out_here is not None)
         return agreed
+
+
+def _needs_several_samples(module: nn.Module) -> bool:
+    """Return whether a layer computes statistics over the samples of a part."""
+    return module.training and depends_on_batch(torch, module)
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    """Add a note to an exception. Python 3.11 and later show it below the message."""
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+
+
+def _strip_context(error: BaseException) -> BaseException:
+    """Return an exception without its cause, its context and its frames."""
+    error.__cause__ = None
+    error.__context__ = None
+    return error.with_traceback(None)

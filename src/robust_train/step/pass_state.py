@@ -37,13 +37,10 @@ class PassState:
     """All that a pass may change besides gradients, to go back to any number of times."""
 
     def __init__(
-        self,
-        models: Iterable[nn.Module],
-        function: Any = None,
-        named: set[str] | None = None,  # a line already said that these change
+        self, models: Iterable[nn.Module], function: Any = None, reported: set[str] | None = None
     ) -> None:
         modules, self.generators = taking_part(models, function)
-        self._attributes = Attributes(named)
+        self._attributes = Attributes(reported)
         self.modules = with_modules_inside(self._attributes, modules)
         self.random_numbers = GeneratorStates(self.generators)
         self._buffers = Buffers(most_bytes=_MOST_COPIED)

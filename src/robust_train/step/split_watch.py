@@ -16,7 +16,7 @@ from typing import Any
 from robust_train.config.placeholders import SplitRule
 from robust_train.memory.tensors import WALKED, rebuilt
 from robust_train.model.errors import UserError
-from robust_train.step.split_check import NOTHING_TO_SEE, Kept, SplitCheck
+from robust_train.step.split_check import NOTHING_TO_COMPARE, Kept, SplitCheck
 from robust_train.step.splitting import Parts
 
 log = logging.getLogger("robust_train")
@@ -50,13 +50,13 @@ class SplitWatch:
         """Return whether this kind of step was checked before."""
         return kind in self._known
 
-    def take(self, kind: object, check: SplitCheck, step: int, *, ran_out: bool) -> bool:
-        """Take the check of a kind of step, and return whether the step may be computed in parts.
+    def accept(self, kind: object, check: SplitCheck, step: int, *, ran_out: bool) -> bool:
+        """Record the check of a kind of step, and return whether the step may run in parts.
 
         Raises:
             UserError: it may not, and no memory has run out that would end the attempt.
         """
-        if check.seen == NOTHING_TO_SEE:
+        if check.seen == NOTHING_TO_COMPARE:
             return True
         self._known.add(kind)
         if check.is_kept:

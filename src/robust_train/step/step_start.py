@@ -41,7 +41,7 @@ class Watch:
     def __init__(self) -> None:
         self._buffers = weakref.WeakKeyDictionary[nn.Module, Buffers]()
         self._attributes = weakref.WeakKeyDictionary[nn.Module, dict[int, Attributes]]()
-        self.named: set[str] = set()
+        self.reported: set[str] = set()
         self._checked = weakref.WeakSet[nn.Module]()
         # Whether gradients of earlier batches move to the host in each step: memory ran out before.
         self.keeps_aside_on_host = False
@@ -66,10 +66,10 @@ class Watch:
     def attributes_with(self, models: Sequence[nn.Module], batch: int = 0) -> Attributes:
         """Return the attributes of this batch in the last step that began with these models."""
         if not models:
-            return Attributes(self.named)
+            return Attributes(self.reported)
         kept = self._attributes.setdefault(models[0], {})
         if batch not in kept:
-            kept[batch] = Attributes(self.named)
+            kept[batch] = Attributes(self.reported)
         return kept[batch]
 
 
@@ -181,9 +181,9 @@ class StepStart:
         self._lay_aside(new)
 
     @property
-    def named(self) -> set[str]:
+    def reported(self) -> set[str]:
         """The attributes that a log line has reported as impossible to restore."""
-        return self._watch.named
+        return self._watch.reported
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters that the step trains, each once."""
