@@ -25,19 +25,18 @@ if TYPE_CHECKING:
         clear_cuda_memory,
         clear_gpu_memory,
     )
-    from robust_train.memory.cuda import (
+    from robust_train.memory.limits import (
         MemoryLimit,
         enable_memory_efficient_settings,
         set_memory_fraction,
     )
+    from robust_train.memory.peaks import GPUMemoryContext, reset_peak_memory_stats
     from robust_train.memory.stats import (
-        GPUMemoryContext,
         MemoryStats,
         get_cuda_memory_info,
         get_gpu_memory_stats,
         log_gpu_memory_stats,
         print_cuda_memory_info,
-        reset_peak_memory_stats,
     )
     from robust_train.memory.tensors import safe_tensor_to_cpu
     from robust_train.model.errors import (
@@ -90,10 +89,11 @@ _NAMES = {
     "gpu.select": "find_best_device",
     "entry": "launch",
     "memory.clearing": ("Cleared cleanup_model_memory clear_cuda_memory clear_gpu_memory"),
-    "memory.cuda": ("MemoryLimit enable_memory_efficient_settings set_memory_fraction"),
+    "memory.limits": ("MemoryLimit enable_memory_efficient_settings set_memory_fraction"),
+    "memory.peaks": "GPUMemoryContext reset_peak_memory_stats",
     "memory.stats": (
-        "GPUMemoryContext MemoryStats get_cuda_memory_info get_gpu_memory_stats "
-        "log_gpu_memory_stats print_cuda_memory_info reset_peak_memory_stats"
+        "MemoryStats get_cuda_memory_info get_gpu_memory_stats log_gpu_memory_stats "
+        "print_cuda_memory_info"
     ),
     "memory.tensors": "safe_tensor_to_cpu",
     "step.batcher": "MicroBatcher",

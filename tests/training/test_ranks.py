@@ -12,9 +12,9 @@ import warm
 from robust_train.config.placeholders import MicroBatchPlan
 from robust_train.model.failure import Failure, FailureKind
 from robust_train.step import ranks
+from robust_train.step.micro_batch_size import MicroBatchSize
 from robust_train.step.ranks import OtherGroups, RankReport, RanOut, agree
 from robust_train.step.replicas import ReplicaFinder, Replicated
-from robust_train.step.splitting import MicroBatchSize
 
 PROGRAM = Path(__file__).with_name("group_of_ranks.py").read_text()
 PARTS = re.findall(r"(?m)^    (\w+),$", PROGRAM.partition("\nPARTS")[2])

@@ -75,7 +75,7 @@ def test_sharded_steps_repeat_and_resume_anywhere(tmp_path):
         ("beside", "DistributedDataParallel beside a sharded model"),
         ("split", "1.wide (Linear) gathers its weights"),
         ("first kind", "(FullyShardedDataParallel) gathers its weights"),
-        ("skips", "differ in what its ranks send each other"),
+        ("skips", "send different messages between its ranks"),
         ("older", "needs a torch that has FSDPModule.reset_iter_state; update torch"),
         ("averages", "a collective of your own"),
         ("averages in replicas", "a collective of your own"),

@@ -408,7 +408,7 @@ def test_changes_in_place_are_warned_of(step, what, caplog):
     is_known = what == "the batch" or (what is not None and step == "backward")
     said = "the batch" if what == "the batch" else "weights"
     assert len(lines) == is_known
-    assert all(f"the function changes {said} in place, which happens again" in one for one in lines)
+    assert all(f"the function changes {said} in place, and does so again" in one for one in lines)
 
 
 def test_weights_made_by_a_pass_count_as_unchanged(caplog):

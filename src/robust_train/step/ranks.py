@@ -3,7 +3,7 @@
 :func:`here` returns this process's :class:`Ranks`, in the process that trains. The parts of a step
 run without collectives, so a rank that runs out of memory can repeat its share in smaller parts
 without leaving other ranks waiting in a backward pass. Afterwards the ranks exchange a
-:class:`RankReport` each, and go on with the combined report: for example, the smallest size.
+:class:`RankReport` each, and continue with the combined report, for example with the smallest size.
 """
 
 from __future__ import annotations

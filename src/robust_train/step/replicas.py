@@ -53,7 +53,7 @@ Replica = DistributedDataParallel | Replicated
 
 
 class ReplicaFinder:
-    """Finds the replicas in models, and refuses models that a rank cannot leave half-way."""
+    """Finds the replicas in models, and refuses models that a rank cannot leave halfway."""
 
     def __init__(self) -> None:
         self._known = weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Any]]]()
@@ -109,7 +109,7 @@ def _refuse(model: nn.Module) -> None:
 
 
 def why_not_leave(module: nn.Module) -> str | None:
-    """Return why a rank cannot leave this module's pass half-way, or None if it can."""
+    """Return why a rank cannot leave this module's pass halfway, or None if it can."""
     waiting = "from the other ranks, where a rank that runs out of memory would leave them waiting"
     names = {cls.__name__ for cls in type(module).__mro__}
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:

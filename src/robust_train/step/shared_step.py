@@ -1,4 +1,4 @@
-"""An optimizer step that several ranks share: what they send each other around and after its parts.
+"""Share an optimizer step among several ranks: agree on its parts, and sum the gradients.
 
 The engine calls a :class:`SharedStep` in each rank's process. The parts of a replicated model run
 without collectives, and the gradients are summed after the last part. The passes of a model that
@@ -93,7 +93,7 @@ class SharedStep:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the passes gather weights, so that no rank may leave a part half-way."""
+        """Whether the passes gather weights, so that no rank may leave a part halfway."""
         return self._group is not None and bool(self._roots)
 
     def plan(self, parts: int, items: float, wants_check: bool) -> tuple[int, float, bool]:
@@ -171,13 +171,11 @@ class SharedStep:
         """
         if self._group is None:
             return
-        collectives = self._group.count_user_collectives()
-        if not ran_out and collectives > self._collectives_before:
+        if not ran_out and self._group.count_user_collectives() > self._collectives_before:
             raise UserError(
                 "run.backward: a collective of your own, send or recv, or a collective of a model "
-                "in DistributedDataParallel that is not named, runs inside the "
-                "function, where a rank that runs out of memory would leave the others waiting; "
-                "call it after "
+                "in DistributedDataParallel that is not named, runs inside the function, where a "
+                "rank that runs out of memory would leave the others waiting; call it after "
                 f"run.backward, name the model as in [model, other], {WITHOUT}"
             )
         if not ran_out and not is_extra and self._group.uses_other_groups():
@@ -190,7 +188,7 @@ class SharedStep:
             self._group.ledger.end_part(ran_out=ran_out)
 
     def reset(self) -> None:
-        """Reset sharded models after a part that was left half-way."""
+        """Reset sharded models after a part that was left halfway."""
         sharded.reset(self._roots)
 
     @contextlib.contextmanager

@@ -14,41 +14,29 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from enum import Enum, IntEnum
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from robust_train.compat import depends_on_batch, draws_or_iterates, runs_eagerly
-from robust_train.failures import classify_failure
-from robust_train.memory.clearing import clear_frames, return_memory
-from robust_train.model.errors import UserError
-from robust_train.model.failure import FailureKind
-from robust_train.readable import first_line
-from robust_train.step.number_formats import NumberFormats
-from robust_train.step.pass_state import PassState
-from robust_train.step.reachable import Models, models_of
-from robust_train.step.rng import GeneratorStates
-from robust_train.step.sharded import RanOutElsewhereError
-from robust_train.step.split_check import NOTHING_TO_COMPARE, Kept, SplitCheck
-from robust_train.step.split_losses import (
-    Losses,
-    describe_losses,
-    differ_beyond_noise,
-    mean_of,
-    mean_of_ranks,
+from robust_train.compat import runs_eagerly
+from robust_train.memory.clearing import return_memory
+from robust_train.step.loss_passes import (
+    ExchangeFigures,
+    LossOf,
+    LossPasses,
+    Mode,
+    PassFailedError,
+    PassRanOutError,
+    keep_figures,
 )
+from robust_train.step.reachable import Models, models_of
+from robust_train.step.split_check import NOTHING_TO_COMPARE, Kept, SplitCheck
+from robust_train.step.split_losses import Losses, describe_losses, differ_beyond_noise, mean_of
 from robust_train.step.splitting import Count, Length, Parts, Split, part_of, part_of_both_ends
-
-LossOf = Callable[[Any], Tensor]
-"""Returns the loss of some data, a tensor with one element, and runs no backward pass."""
-
-ExchangeFigures = Callable[[Sequence[float]], Sequence[Sequence[float]]]
-"""Sends figures to the ranks that make the same passes, and returns each rank's figures in order.
-"""
 
 _LEAST_SAMPLES = 4
 """A half of a smaller part would be a single sample, which a training step may never see."""
@@ -114,14 +102,6 @@ def check_split(
     return checker.check()
 
 
-class _Mode(Enum):
-    """The mode that the modules are in for a comparison."""
-
-    # As in training, except that layers whose output varies by themselves are in evaluation mode.
-    STEADY_TRAINING = "steady training"
-    EVALUATION = "evaluation"
-
-
 class _Outcome(Enum):
     """The result of a single comparison."""
 
@@ -130,27 +110,6 @@ class _Outcome(Enum):
     NOT_FINITE = "not finite"
     FAILED = "failed"
     DIFFERENT = "different"
-
-
-class _Trouble(IntEnum):
-    """How a pass went wrong. The worst of all ranks counts."""
-
-    NONE = 0
-    FAILED = 1
-    RAN_OUT = 2
-
-
-class PassFailedError(Exception):
-    """A part or one of its halves cannot be computed, on this rank or on another."""
-
-
-class PassRanOutError(Exception):
-    """Memory ran out in a pass, on this rank or on another."""
-
-
-def keep_figures(mine: Sequence[float]) -> Sequence[Sequence[float]]:
-    """Return the figures of a process that trains alone."""
-    return [mine]
 
 
 class SplitChecker:
@@ -162,14 +121,9 @@ class SplitChecker:
     Args:
         loss_of: returns the loss of some data, a tensor with one element, without a backward pass.
         parts: the batch.
-        size: samples in a part that fits.
+        size: the number of samples in a part that fits into memory.
         models: the modules that learn.
-        function: a function that reaches further modules, generators and metrics. None:
-            ``loss_of``.
-        around: creates a context for each pass that suppresses logs and reports.
-        exchange: exchanges figures with the ranks that make the same passes.
-        reported: attributes that a log line has already reported as impossible to restore.
-        host_memory_ran_out: whether this happened just before, which explains ambiguous errors.
+        function, around, exchange, reported, host_memory_ran_out: as for :class:`.LossPasses`.
     """
 
     def __init__(
@@ -185,30 +139,20 @@ class SplitChecker:
         reported: set[str] | None = None,
         host_memory_ran_out: bool = False,
     ) -> None:
-        self._loss_of = loss_of
-        self._host_memory_ran_out = host_memory_ran_out
-        self._around = around
-        self._exchange_figures = exchange
         self._parts = parts
-        reached_from = loss_of if function is None else function
-        self._state = PassState(models, reached_from, reported)
         self._size = min(max(size, _LEAST_SAMPLES), parts.samples)
-        self._pieces: list[Any] = []  # the part, its first half and its second half
-        # For each rank, the number of items that its losses of the pieces average over.
-        self._items: list[Sequence[float]] = []
-        self._weights: tuple[float, ...] = ()  # of the halves
-        self._needs_gradients = False
-        # How this rank's passes went, not yet exchanged with the other ranks.
-        self._trouble = _Trouble.NONE
-        self._error: Exception | None = None
-        # The losses of the latest comparison, one for each draw of random numbers.
+        self._passes = LossPasses(
+            loss_of,
+            models,
+            function,
+            around=around,
+            exchange=exchange,
+            reported=reported,
+            host_memory_ran_out=host_memory_ran_out,
+        )
+        # The losses of the latest comparison, for each draw of random numbers.
         self._draws: list[Losses] = []
-        self._random_numbers_after: GeneratorStates | None = None
-        self._mode = _Mode.STEADY_TRAINING  # of the latest comparison
-        self._whole_loss: dict[_Mode, float] = {}  # the loss of the part, computed once
-        self._formats = NumberFormats()
-        self._rounding = 0.0  # the largest of all ranks
-        self._largest_term = 0.0
+        self._mode = Mode.STEADY_TRAINING  # of the latest comparison
 
     def check(self) -> SplitCheck:
         """Compare the losses, and restore the state."""
@@ -217,27 +161,27 @@ class SplitChecker:
                 warnings.simplefilter("ignore")
                 check = self._check_size_that_fits()
         except PassFailedError:
-            check = SplitCheck(Kept.UNKNOWN, self._describe_failure(), self._size)
+            check = SplitCheck(Kept.UNKNOWN, self._passes.describe_failure(), self._size)
         except Exception:
             # After a device fault nothing on the device can be restored.
             with contextlib.suppress(Exception):
-                self._state.restore()
+                self._passes.state.restore()
             raise
-        self._state.restore()
+        self._passes.state.restore()
         return check
 
     # --- which samples to compare ---
 
     def _check_size_that_fits(self) -> SplitCheck:
         """Check a part, and a smaller part if memory runs out."""
-        self._size = int(min(size for (size,) in self._exchange(self._size)))
+        self._size = int(min(size for (size,) in self._passes.exchange(self._size)))
         if self._size < 2:
             return SplitCheck(Kept.UNKNOWN, "a rank has a lone sample", 1)
         while self._size > 1:
             try:
                 return self._check_samples_with_a_loss()
             except PassRanOutError:
-                self._pieces = []
+                self._passes.pieces = []
             # The exception is gone here, so the memory that its frames held can be released.
             return_memory(thorough=False, workspaces=True)
             self._size = (self._size + 1) // 2 if self._size > 2 else 1
@@ -249,10 +193,9 @@ class SplitChecker:
         Equal zeros, for example of a hinge loss, prove nothing.
         """
         for choose in (self._choose_both_ends, self._choose_other_samples):
-            self._whole_loss.clear()
-            self._formats = NumberFormats()
+            self._passes.begin_part()
             self._divide(choose, self._size // 2)
-            if not any(self._weights):
+            if not any(self._passes.weights):
                 continue
             check = self._compare_in_modes()
             is_zero = check.is_kept and self._draws[0].is_zero
@@ -273,7 +216,7 @@ class SplitChecker:
         is_small = first == self._size // 2
         choose = self._choose_same_samples
         if is_small:
-            self._whole_loss.clear()
+            self._passes.forget_whole()
             choose = self._choose_other_samples
         self._divide(choose, first)
         # A piece that cannot be computed proves nothing: no step needs a part of its size.
@@ -300,7 +243,7 @@ class SplitChecker:
         return self._slice_from(middle if is_from_ends else 0)
 
     def _choose_same_samples(self) -> Any:
-        return self._pieces[0]
+        return self._passes.pieces[0]
 
     def _slice_from(self, start: int) -> Any:
         return self._parts.split(self._parts.batch, start, start + self._size)
@@ -309,208 +252,77 @@ class SplitChecker:
         """Choose samples and divide them in two, with ``first`` samples in the first piece."""
         items: tuple[float, ...] = (0.0, 0.0, 0.0)
         parts = self._parts
-        with self._record_trouble():
+        with self._passes.record_trouble():
             part = Parts(choose(), self._size, parts.split, parts.count)
             halves = [part.part(0, first), part.part(first, self._size)]
-            self._pieces = [part.batch, *(half.data for half in halves)]
+            self._passes.pieces = [part.batch, *(half.data for half in halves)]
             weights = [1.0, *(half.weight for half in halves)]
             items = tuple(weight * part.items for weight in weights)
-        self._items = self._exchange(*items)
-        whole, *of_halves = map(sum, zip(*self._items, strict=True))
-        self._weights = tuple(of_half / whole if whole else 0.0 for of_half in of_halves)
+        self._passes.set_items(items)
 
     # --- comparisons ---
 
     def _compare_in_modes(self) -> SplitCheck:
         """Compare in training mode, and also in evaluation mode if that leaves doubts."""
-        training = self._compare(_Mode.STEADY_TRAINING)
+        training = self._compare(Mode.STEADY_TRAINING)
         if training in (_Outcome.EQUAL, _Outcome.DIFFERENT):
             return self._conclude(training)
         draws = self._draws
-        evaluation = self._compare(_Mode.EVALUATION)
+        evaluation = self._compare(Mode.EVALUATION)
         if evaluation is _Outcome.DIFFERENT:
             return self._conclude(evaluation)
         if evaluation is _Outcome.EQUAL and training is not _Outcome.NOISY:
             return self._conclude(evaluation)
         if evaluation is _Outcome.NOISY:
-            return self._compare_means(_Mode.EVALUATION)
+            return self._compare_means(Mode.EVALUATION)
         if training is _Outcome.NOISY:
             self._draws = draws
-            return self._compare_means(_Mode.STEADY_TRAINING)
+            return self._compare_means(Mode.STEADY_TRAINING)
         if training is _Outcome.FAILED and evaluation is _Outcome.FAILED:
-            return SplitCheck(Kept.CANNOT, self._describe_failure(), self._size)
+            return SplitCheck(Kept.CANNOT, self._passes.describe_failure(), self._size)
         return SplitCheck(Kept.UNKNOWN, "it is not a finite number", self._size)
 
     def _conclude(self, outcome: _Outcome) -> SplitCheck:
         kept = Kept.YES if outcome is _Outcome.EQUAL else Kept.NO
         return SplitCheck(kept, describe_losses(self._draws[0], self._size), self._size)
 
-    def _compare_means(self, mode: _Mode) -> SplitCheck:
+    def _compare_means(self, mode: Mode) -> SplitCheck:
         """Compare the mean losses of several draws of random numbers."""
         while len(self._draws) < _DRAWS:
-            self._draws.append(self._compute_losses(mode, self._random_numbers_after))
+            self._draws.append(self._compute_again(mode))
         kept = Kept.NO if differ_beyond_noise(self._draws) else Kept.YES
         means = describe_losses(mean_of(self._draws), self._size)
         return SplitCheck(kept, f"{means} (means of {_DRAWS})", self._size)
 
-    def _compare(self, mode: _Mode) -> _Outcome:
+    def _compare(self, mode: Mode) -> _Outcome:
         """Compare the losses. If they differ, a second draw shows whether that is noise."""
         self._mode = mode
         outcome = self._compare_once(mode)
-        if outcome is _Outcome.FAILED and not self._needs_gradients:
+        if outcome is _Outcome.FAILED and not self._passes.needs_gradients:
             # A gradient penalty cannot be computed without gradients.
-            self._needs_gradients = True
+            self._passes.needs_gradients = True
             outcome = self._compare_once(mode)
         if outcome is not _Outcome.DIFFERENT:
             return outcome
-        assert self._random_numbers_after is not None
-        has_drawn = not self._random_numbers_after.equal(self._state.random_numbers)
-        is_noisy = any(drawn for (drawn,) in self._exchange(has_drawn))
+        is_noisy = self._passes.have_drawn()
         if not is_noisy:
             # The loss may draw from a generator that we do not know.
-            self._draws.append(self._compute_losses(mode, self._random_numbers_after))
+            self._draws.append(self._compute_again(mode))
             first, second = self._draws
             is_noisy = first.whole != second.whole
         return _Outcome.NOISY if is_noisy else _Outcome.DIFFERENT
 
-    def _compare_once(self, mode: _Mode) -> _Outcome:
+    def _compute_again(self, mode: Mode) -> Losses:
+        """Return the losses with the next random numbers."""
+        return self._passes.compute(mode, self._passes.random_numbers_after)
+
+    def _compare_once(self, mode: Mode) -> _Outcome:
         self._draws = []
         try:
-            losses = self._compute_losses(mode)
+            losses = self._passes.compute(mode)
         except PassFailedError:
             return _Outcome.FAILED
         self._draws = [losses]
         if not math.isfinite(losses.whole):
             return _Outcome.NOT_FINITE
         return _Outcome.EQUAL if losses.agree else _Outcome.DIFFERENT
-
-    # --- passes ---
-
-    def _compute_losses(self, mode: _Mode, random_numbers: GeneratorStates | None = None) -> Losses:
-        """Return the losses of the part and of its halves, computed in sequence as in a step.
-
-        Args:
-            random_numbers: the states of the generators to begin with. None: the original states,
-                with which the loss of the part is computed only once.
-
-        Raises:
-            PassFailedError: a loss cannot be computed.
-            PassRanOutError: memory ran out in a pass.
-        """
-        with self._set_mode(mode), self._formats:
-            whole = self._whole_loss.get(mode)
-            if whole is None or random_numbers is not None:
-                self._restore(random_numbers)
-                whole = self._compute_loss(0)
-            if random_numbers is None:
-                self._whole_loss[mode] = whole
-            self._restore(random_numbers)
-            halves = (self._compute_loss(1), self._compute_loss(2))
-            self._random_numbers_after = GeneratorStates(self._state.generators)
-        return Losses(whole, halves, self._weights, self._rounding, self._largest_term)
-
-    def _restore(self, random_numbers: GeneratorStates | None) -> None:
-        with self._record_trouble():
-            self._state.restore()
-            if random_numbers is not None:
-                random_numbers.restore()
-            for module in self._state.modules:
-                if depends_on_batch(torch, module) and module.running_mean is None:
-                    _give_statistics(module)
-
-    def _compute_loss(self, piece: int) -> float:
-        """Return the loss of the part (0) or of a half (1, 2), averaged over all ranks' items."""
-        value = math.nan
-        with self._record_trouble(), self._around(), torch.set_grad_enabled(self._needs_gradients):
-            loss = self._loss_of(self._pieces[piece]).detach()
-            self._formats.note_loss(loss)
-            value = float(loss)
-        rows = self._exchange(value, self._formats.rounding, self._formats.largest_term)
-        values, roundings, terms = zip(*rows, strict=True)
-        self._rounding = max(roundings)
-        self._largest_term = max(terms)
-        return mean_of_ranks(values, [items[piece] for items in self._items])
-
-    @contextlib.contextmanager
-    def _set_mode(self, mode: _Mode) -> Iterator[None]:
-        """Set the modules' flags directly, because a user's ``train()`` may do more."""
-        trained = [module for module in self._state.modules if module.training]
-        for module in trained:
-            in_training = mode is _Mode.STEADY_TRAINING
-            module.training = in_training and not _varies_by_itself(module)
-        try:
-            yield
-        finally:
-            for module in trained:
-                module.training = True
-
-    # --- errors, on this rank and on others ---
-
-    @contextlib.contextmanager
-    def _record_trouble(self) -> Iterator[None]:
-        """Record an error of the block. Then all ranks raise it together in `_exchange`."""
-        try:
-            yield
-        except RanOutElsewhereError:
-            return
-        except UserError:
-            raise
-        except Exception as error:
-            failure = classify_failure(error, host_memory_ran_out=self._host_memory_ran_out)
-            kind = failure.kind
-            is_of_program = kind in (FailureKind.BUG, FailureKind.UNKNOWN)
-            # A fault of the device or of another rank is not an answer to the check.
-            if not kind.is_memory and not is_of_program:
-                raise
-            clear_frames(error)
-            self._error = error.with_traceback(None)
-            trouble = _Trouble.RAN_OUT if kind.is_memory else _Trouble.FAILED
-            self._trouble = max(self._trouble, trouble)
-
-    def _exchange(self, *mine: float) -> list[Sequence[float]]:
-        """Return every rank's figures, in order.
-
-        Raises:
-            PassFailedError: a rank recorded an error.
-            PassRanOutError: memory ran out on a rank.
-        """
-        rows = self._exchange_figures([self._trouble, *mine])
-        self._trouble = _Trouble.NONE
-        worst = _Trouble(int(max(row[0] for row in rows)))
-        if worst is _Trouble.RAN_OUT:
-            raise PassRanOutError
-        if worst is _Trouble.FAILED:
-            raise PassFailedError
-        return [row[1:] for row in rows]
-
-    def _describe_failure(self) -> str:
-        if self._error is None:
-            return "it failed on another rank"
-        return describe_error(self._error)
-
-
-def describe_error(error: Exception) -> str:
-    """Describe an error in one line."""
-    name = type(error).__name__
-    text = first_line(error)
-    return text if text.startswith(name) else f"{name}: {text}"
-
-
-def _varies_by_itself(module: nn.Module) -> bool:
-    """Return whether a layer's output in training depends on chance, on the batch or on earlier
-    passes.
-
-    For BatchNorm and dropout that is known, and what-changes.md mentions it.
-    """
-    return depends_on_batch(torch, module) or draws_or_iterates(torch, module)
-
-
-def _give_statistics(module: Any) -> None:
-    """Give running statistics to a BatchNorm that has none, so that it ignores the batch.
-
-    Restoring the original state removes them.
-    """
-    device = None if module.weight is None else module.weight.device
-    size = module.num_features
-    module.running_mean = torch.zeros(size, device=device)
-    module.running_var = torch.ones(size, device=device)
