@@ -97,7 +97,7 @@ def test_agreed_sizes_do_not_depend_on_ranks():
     """The sizes are the same wherever memory ran out."""
     plan = MicroBatchPlan(16)
     here, there = MicroBatchSize(plan), MicroBatchSize(plan)
-    here.failed_at(16)
+    here.record_failure(16)
     here.agree(8, failed=16, is_known=True)
     there.agree(8, failed=16)
     assert here.state() == there.state()

@@ -115,7 +115,7 @@ class GPUMemoryContext:
     def _update(self) -> None:
         device, now, peak = _now_and_peak(self._requested_device)
         if device != self.device:
-            # CUDA was started within the block.
+            # CUDA was started within the block, so nothing was in use on the GPU before it.
             self.device = device
             self.before = 0
             self.peak = 0

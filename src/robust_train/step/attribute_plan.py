@@ -1,4 +1,4 @@
-"""Which attributes of modules have to be read at the start of each step.
+"""Plan which attributes of modules to read at the start of each step.
 
 :mod:`.attributes` makes an :class:`AttributePlan` in the process that trains, and uses it for many
 steps: looking at each attribute of a thousand modules would take too long for every step. The plan
@@ -20,8 +20,7 @@ from robust_train.step.kept_values import IMMUTABLE, RESTORED_TYPES, has_only_im
 
 # Attributes that belong to nn.Module: parameters, buffers, modules, hooks, the training flag.
 _OF_NN_MODULE = frozenset(vars(nn.Module()))
-# Modules of these packages keep their attributes in step with other ranks, streams or compiled
-# code.
+# Modules of these packages synchronise their attributes with other ranks, streams or compiled code.
 _WRAPPERS = (
     "torch.nn.parallel",
     "torch._dynamo",

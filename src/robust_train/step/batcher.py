@@ -190,7 +190,7 @@ class MicroBatcher:
         results = step.run(Batch(parts, run_part, loss_alone, loss_of))
         if training and count is None and not step.is_sharded:
             while new := _parts_without_loss(results):
-                self._recorder.leave_out_parts(len(new), len(results))
+                self._recorder.log_parts_without_loss(len(new), len(results))
                 without_loss.update(new)
                 results = step.run_again()
         shares = [share for (share, _), _ in results]
@@ -261,7 +261,7 @@ class MicroBatcher:
         sizes = self._training.shrink()
         if sizes:
             self._validation.shrink()
-            self._recorder.changed(sizes, reason)
+            self._recorder.log_change(sizes, reason)
         return sizes
 
     def state(self) -> dict[str, SizeState]:

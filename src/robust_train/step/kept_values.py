@@ -43,7 +43,7 @@ RESTORED_TYPES = (Tensor, nn.Module, tuple, *_CONTAINERS, *_ARRAYS)
 # The items of a longer container are not copied, so only its growth can be undone.
 _MAX_IMMUTABLE_ITEMS = 1000
 _MAX_ITEMS = 200
-# Longer lists of tensors, such as those of a metric, grow, and their tensors do not change.
+# Longer lists of tensors, for example in a metric, only grow, so their tensors need no copy.
 _MAX_COPIED_TENSORS = 32
 _MAX_DEPTH = 4
 # A larger tensor may be the largest of a pass, so it must not outlive the step that made it.
@@ -303,8 +303,8 @@ def _items_of(current: Any) -> list[Any]:
 def _restore_items(kept_items: Collection[Any], current: list[Any]) -> tuple[list[Any], bool]:
     """Return the values that were kept, and whether all are as they were.
 
-    A long container has no copy, so the object that stands in its place now is needed, also inside
-    of a tuple.
+    A long container has no copy, so it is restored from the object that stands in its place now.
+    A tuple passes on the objects in the places of its items.
     """
     values = []
     all_whole = True

@@ -134,13 +134,14 @@ class LossPasses:
     def have_drawn(self) -> bool:
         """Return whether the latest passes drew random numbers, on any rank."""
         assert self.random_numbers_after is not None
-        has_drawn = not self.random_numbers_after.equal(self.state.random_numbers)
+        has_drawn = not self.random_numbers_after.equals(self.state.random_numbers)
         return any(drawn for (drawn,) in self.exchange(has_drawn))
 
     def compute(self, mode: Mode, random_numbers: GeneratorStates | None = None) -> Losses:
         """Return the losses of the part and of its halves, computed in sequence as in a step.
 
         Args:
+            mode: the mode of the modules.
             random_numbers: the states of the generators to begin with. None: the original states,
                 with which the loss of the part is computed only once.
 
@@ -249,10 +250,9 @@ def describe_error(error: Exception) -> str:
 
 
 def _varies_by_itself(module: nn.Module) -> bool:
-    """Return whether a layer's output in training depends on chance, on the batch or on earlier
-    passes.
+    """Return whether a layer's output in training varies with chance, the batch or earlier passes.
 
-    For BatchNorm and dropout that is known, and what-changes.md mentions it.
+    Users know that of BatchNorm and dropout, and what-changes.md mentions it.
     """
     return depends_on_batch(torch, module) or draws_or_iterates(torch, module)
 

@@ -61,7 +61,7 @@ class MicroBatchSize:
         # The size need not divide the batch: if 4 of 5 samples fit, the parts have 3 and 2.
         return max(-(-failed // 2), least)
 
-    def failed_at(self, size: int) -> None:
+    def record_failure(self, size: int) -> None:
         """Record that memory ran out at ``size``, and use the next smaller size, if any."""
         self._failures.add(size)
         self.current = self.smaller_than(size) or self.current
@@ -87,10 +87,10 @@ class MicroBatchSize:
         Args:
             size: the maximum size of a part from now on. None: the whole batch.
             failed: the size at which memory ran out on some rank, or 0.
-            is_known: memory ran out on this rank, and `failed_at` was called.
+            is_known: memory ran out on this rank, and `record_failure` was called.
         """
         if failed and not is_known:
-            self.failed_at(failed)
+            self.record_failure(failed)
         if size is not None and size < (self.current or math.inf):
             self.current = size
 

@@ -149,7 +149,7 @@ class PartRunner(Generic[T]):
 
     def log_why(self, reason: str) -> None:
         """Log why the step cannot be repeated, so that the attempt ends."""
-        self._recorder.cannot_repeat(reason)
+        self._recorder.log_cannot_repeat(reason)
 
     # --- a part ---
 
@@ -245,16 +245,16 @@ class PartRunner(Generic[T]):
         if answer.answer is not Answer.REPEAT_WITH_ROOM:
             self._ran_out = RanOut(failure, used, not answer.repeats, self._shared.rank)
         if answer.shrinks:
-            self._size.failed_at(used)
+            self._size.record_failure(used)
 
     def _prepare_to_repeat(self, failure: Failure, answer: AfterShortage, used: int) -> None:
         """Release the memory of a part that ran out, and log how the step is repeated."""
         return_memory(thorough=self.repeats > 0, workspaces=True)
         do_without_onednn(failure)
         if answer.answer is Answer.REPEAT_WITH_ROOM:
-            self._recorder.made_room()
+            self._recorder.log_freed_room()
         else:
-            self._recorder.repeated(self._is_training, failure, used, self._size.current)
+            self._recorder.log_repeat(self._is_training, failure, used, self._size.current)
         self._warn_of_changes()
         if self.is_sharded:
             self._shared.end_part(ran_out=True)
@@ -262,9 +262,9 @@ class PartRunner(Generic[T]):
     def _warn_of_changes(self) -> None:
         """Warn that a pass changed the batch or weights in place, which the repeat does again."""
         if any(batch.parts.has_changed for batch in self._batches):
-            self._recorder.changes_in_place("the batch")
+            self._recorder.log_changes_in_place("the batch")
         elif self.start is not None and self.start.has_changed_weights:
-            self._recorder.changes_in_place("weights")
+            self._recorder.log_changes_in_place("weights")
 
     def _agree_on_part(self) -> bool:
         """Agree with the other ranks whether a part of a sharded model went through on all."""
@@ -287,7 +287,7 @@ class PartRunner(Generic[T]):
         shortage = self._shortage
         if shortage is None:  # Memory ran out on another rank only.
             shortage = torch.OutOfMemoryError("out of memory on another rank")
-        self._recorder.cannot_split(note)
+        self._recorder.log_cannot_split(note)
         _add_note(shortage, note)
         failure = classify_failure(shortage)
         self._ran_out = RanOut(failure, used, True, self._shared.rank)
@@ -316,7 +316,7 @@ class PartRunner(Generic[T]):
             _add_note(error, f"this step cannot be split: {answer.reason}")
         else:
             tried = self._size.tried
-            note = self._recorder.exhausted(self._is_training, failure, used, tried)
+            note = self._recorder.log_exhausted(self._is_training, failure, used, tried)
             _add_note(error, note)
         if self._ranks_wait and self.is_sharded:
             clear_frames(error)

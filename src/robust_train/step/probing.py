@@ -1,8 +1,8 @@
 """Find the largest micro-batch that fits, by running a few sizes and measuring their memory.
 
 Users call :func:`find_batch_size` in any process. In the launcher's attempts, the first step of a
-job calls :func:`search_size` in the process that trains. `policy/sizes.py` decides which
-size to try next, from the memory of the sizes before.
+job calls :func:`search_size` in the process that trains. `policy/sizes.py` decides which size to
+try next, from the memory that earlier sizes took.
 """
 
 from __future__ import annotations

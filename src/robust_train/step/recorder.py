@@ -61,7 +61,7 @@ class Recorder:
     speed: StepSpeed = field(default_factory=NotMeasured)
     splits: SplitWatch = field(default_factory=SplitWatch)
 
-    def changed(self, sizes: tuple[int, int], reason: str) -> None:
+    def log_change(self, sizes: tuple[int, int], reason: str) -> None:
         """Log that the size changes on request.
 
         Args:
@@ -72,7 +72,7 @@ class Recorder:
         log.info("step %d: micro-batch %d → %d: %s", step, before, after, reason)
         self.on_event(MicroBatchChanged(step, True, before, reason, after=after))
 
-    def repeated(self, training: bool, failure: Failure, before: int, after: int | None) -> None:
+    def log_repeat(self, training: bool, failure: Failure, before: int, after: int | None) -> None:
         """Log that the step (in validation the part) is repeated with a smaller size."""
         step = self.step()
         fields = _event_fields(failure)
@@ -92,7 +92,7 @@ class Recorder:
             repeated,
         )
 
-    def leave_out_parts(self, without: int, parts: int) -> None:
+    def log_parts_without_loss(self, without: int, parts: int) -> None:
         """Log that some parts of a step have no loss, and do not count in it."""
         log.warning(
             "step %d: %d of %d parts have no loss (NaN) although other parts do: left out of this "
@@ -102,7 +102,7 @@ class Recorder:
             parts,
         )
 
-    def made_room(self) -> None:
+    def log_freed_room(self) -> None:
         """Log that the step is repeated with the same size, after GPU memory was freed."""
         log.warning(
             "step %d: out of memory on the GPU: gradients of earlier batches go to the host during "
@@ -111,7 +111,9 @@ class Recorder:
             self.step(),
         )
 
-    def exhausted(self, training: bool, failure: Failure, used: int, tried: tuple[int, ...]) -> str:
+    def log_exhausted(
+        self, training: bool, failure: Failure, used: int, tried: tuple[int, ...]
+    ) -> str:
         """Log that memory ran out even at the smallest size, and return that line."""
         step = self.step()
         sizes = ", ".join(map(str, tried))
@@ -121,16 +123,16 @@ class Recorder:
         self.on_event(MicroBatchExhausted(step, training, used, tried=tried, **fields))
         return note
 
-    def cannot_repeat(self, reason: str) -> None:
+    def log_cannot_repeat(self, reason: str) -> None:
         """Log why the step cannot be repeated, so that the attempt ends."""
         text = "step %d: out of memory, and the step cannot be repeated: %s"
         log.warning(text, self.step(), reason)
 
-    def cannot_split(self, note: str) -> None:
+    def log_cannot_split(self, note: str) -> None:
         """Log why a step that ran out of memory is not repeated in parts."""
         log.warning("step %d: out of memory: %s", self.step(), note)
 
-    def changes_in_place(self, changed: str) -> None:
+    def log_changes_in_place(self, changed: str) -> None:
         """Log that a pass has changed the batch or weights, which are not restored."""
         log.warning(
             "step %d: the function changes %s in place, and does so again when the step is "

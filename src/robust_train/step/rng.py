@@ -95,7 +95,7 @@ class GeneratorStates:
         for state, set_state in self._states:
             set_state(state)
 
-    def equal(self, other: GeneratorStates) -> bool:
+    def equals(self, other: GeneratorStates) -> bool:
         """Return whether no random number was drawn between the two moments."""
         # Without CUDA at one of the moments, the states of its GPUs are missing.
         pairs = zip(self._states, other._states, strict=False)

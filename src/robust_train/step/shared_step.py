@@ -125,8 +125,7 @@ class SharedStep:
 
     @contextlib.contextmanager
     def extra_pass(self) -> Iterator[None]:
-        """Surround a pass that is not a part. All ranks of a sharded model run and leave it
-        together.
+        """Surround a pass that is not a part, which all ranks of a sharded model run together.
 
         Afterwards sharded models are reset on every rank. If only some ranks had freed gathered
         weights, the next passes of the ranks would differ.

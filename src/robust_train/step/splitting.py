@@ -72,7 +72,7 @@ def length_of(batch: Any, *, is_strict: bool = False) -> int:
     lengths: list[tuple[str, int]] = []
 
     def note(item: Any, name: str) -> Any:
-        if isinstance(item, PackedSequence):  # its first dimension is time
+        if isinstance(item, PackedSequence):  # Its first dimension is time.
             raise TypeError(
                 "cannot count the samples of a PackedSequence: give length=… and split=…, or pack "
                 "in the function"
@@ -126,10 +126,10 @@ def part_of_both_ends(batch: Any, samples: int, size: int) -> Any:
         return part_of(batch, 0, samples)
     first = part_of(batch, 0, size // 2)
     last = part_of(batch, samples - (size - size // 2), samples)
-    return _concatenated(first, last)
+    return _concatenate(first, last)
 
 
-def _concatenated(first: Any, last: Any) -> Any:
+def _concatenate(first: Any, last: Any) -> Any:
     """Join two parts of a batch into a part with the samples of both."""
     last_by_name: dict[str, Any] = {}
 
@@ -157,7 +157,7 @@ def join_parts(results: Sequence[Any], sizes: Sequence[int], *, any_length: bool
     """Join the results of parts into the result of the batch.
 
     Arrays and lists with an entry for each sample are concatenated. Floats are averaged, weighted
-    by the samples, and integers are summed. Of any other value, that of the first part is returned.
+    by the samples, and integers are summed. For any other value, the first part's is returned.
 
     Args:
         results: the result of each part, in any structure that `part_of` accepts.
@@ -199,7 +199,7 @@ def join_parts(results: Sequence[Any], sizes: Sequence[int], *, any_length: bool
 
 
 def _join_numbers(numbers: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Average floats, weighted by ``sizes``, and sum integers. A bool stays that of the first."""
+    """Average floats, weighted by ``sizes``, and sum integers. For bools, return the first."""
     dtype = torch.as_tensor(numbers[0]).dtype
     if dtype == torch.bool:
         return numbers[0]

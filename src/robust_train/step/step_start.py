@@ -152,6 +152,7 @@ class StepStart:
         self._lay_aside(self._known.values())
 
     def _lay_aside(self, parameters: Iterable[Tensor]) -> None:
+        """Take the gradients from parameters, so that the step begins without gradients."""
         if not self._keeps_gradients:
             return
         gradients = [
@@ -181,8 +182,7 @@ class StepStart:
         return True
 
     def make_room(self) -> bool:
-        """Free memory as `move_aside_to_host` does, in this step and from the start of all later
-        steps.
+        """Free memory as `move_aside_to_host` does, now and at the start of each later step.
 
         Returns:
             Whether that freed memory.
@@ -238,8 +238,11 @@ class StepStart:
         self._generators.restore()
 
     def begin_batch(self) -> None:
-        """Record the attributes at the start of the step's next batch. Hooks of a framework may
-        have changed some since the previous batch, and do not run again."""
+        """Record the attributes at the start of the step's next batch.
+
+        Hooks of a framework may have changed attributes since the previous batch, and do not run
+        again if the step is repeated.
+        """
         number = len(self._attributes)
         attributes = self._watch.attributes_with(self.models, number)
         attributes.keep(self.modules)

@@ -1,8 +1,8 @@
 """Update the weights at the end of an optimizer step, unless that would spoil them.
 
-``run.step`` calls :func:`update` in the process that trains. Whether the loss and the norm of the
-gradients are finite is known on the GPU first. The host must not wait for the GPU in each step, so
-it copies such a figure asynchronously and reads it a step later (:class:`LateUpdates`).
+``run.step`` calls :func:`update` in the process that trains. At first only the GPU knows whether
+the loss and the norm of the gradients are finite. The host must not wait for the GPU in each step,
+so it copies such a figure asynchronously and reads it a step later (:class:`LateUpdates`).
 """
 
 from __future__ import annotations
