@@ -114,8 +114,7 @@ class StartingMemory:
         self._storages = frozenset(tensors.storages(alive))
 
     def describe_rest(self) -> str | None:
-        """Describe the memory that a failed try left behind, or return None if it is at most 1
-        percent."""
+        """Describe the memory that a failed try left behind, or return None if it is negligible."""
         sizes = {}
         for device, now in tensors.bytes_on(tensors.live_tensors()).items():
             before = self._bytes_on.get(device, 0)

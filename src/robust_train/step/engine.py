@@ -168,7 +168,7 @@ class Step(PartRunner[T]):
         """Check, before the first part runs, whether a part's loss is that of its halves."""
         self._recorder.speed.pause()
         splits = self._recorder.splits
-        check = SplitCheck(Kept.UNKNOWN, "its loss is not known apart from its step")
+        check = SplitCheck(Kept.UNKNOWN, "its loss cannot be computed without the step")
         if batch.loss_of is not None:
             check = self._compare_losses(batch, batch.loss_of, used)
         kind = kind_of_step(batch.parts, batch.function)

@@ -181,15 +181,15 @@ class GradientsBefore:
             self._drops = drops and self._drops is not False
 
     @property
-    def weights_have_changed(self) -> bool:
+    def has_optimizer_in_backward(self) -> bool:
         """Whether an optimizer steps within the backward passes of the call."""
-        parameters = (gradient.parameter() for gradient in self._before.values())
+        parameters = (before.parameter() for before in self._before.values())
         return any(map(steps_in_backward, parameters))
 
     @property
     def weights_were_written(self) -> bool:
         """Whether the call has changed weights, for example in ``optimizer.step()``."""
-        return any(gradient.was_written for gradient in self._before.values())
+        return any(before.was_written for before in self._before.values())
 
     def restore(self, trained: Iterable[Tensor] = ()) -> bool:
         """Restore the gradients from the start of the call, and return whether that was possible.
@@ -201,7 +201,7 @@ class GradientsBefore:
             earlier = self._before.get(id(tensor))
             if earlier is None or earlier.parameter() is not tensor:
                 tensor.grad = None
-        restored = [gradient.restore() for gradient in self._before.values()]
+        restored = [before.restore() for before in self._before.values()]
         return all(restored)
 
 

@@ -85,7 +85,7 @@ class KeptTuple:
 
 @dataclass(frozen=True)
 class LongContainer:
-    """A container that is too long to copy. What was added to it can be removed again."""
+    """A container that is too long to copy. Items that are added to it can be removed again."""
 
     identity: int
     length: int

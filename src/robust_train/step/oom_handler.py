@@ -171,7 +171,7 @@ class OOMHandler:
                 "or moments, so the call is not repeated; a smaller batch does not help there: "
                 "step after it, or use MicroBatcher.backward"
             ) from error
-        if self._gradients.weights_have_changed:
+        if self._gradients.has_optimizer_in_backward:
             raise AttemptsExhaustedError(
                 "out of memory in a call that cannot be repeated: an optimizer "
                 f"{STEPS_IN_BACKWARD} (register_post_accumulate_grad_hook); step after it"

@@ -144,7 +144,7 @@ class PartRunner(Generic[T]):
             # torch lists the memory of graphs and of user pools in the same way.
             return "a CUDA graph was captured, or a memory pool is in use, which keeps its memory"
         if self.start is not None and self.start.is_lost:
-            return "it has made or changed a large buffer as no step before it"
+            return "it made or changed a large buffer, which no earlier step did"
         return None
 
     def log_why(self, reason: str) -> None:

@@ -1,7 +1,8 @@
 """Report how the size of parts changes: to the log, as events, and to the speed meter.
 
 The engine and the batcher call a :class:`Recorder` in the process that trains. In an attempt of the
-launcher, events go to the launcher. A program of its own may pass ``on_event`` to its batcher.
+launcher, events go to the launcher. A program without the launcher may pass ``on_event`` to its
+batcher.
 """
 
 from __future__ import annotations
@@ -105,9 +106,9 @@ class Recorder:
     def log_freed_room(self) -> None:
         """Log that the step is repeated with the same size, after GPU memory was freed."""
         log.warning(
-            "step %d: out of memory on the GPU: gradients of earlier batches go to the host during "
-            "a step from now on, and the step is repeated; zero_grad(set_to_none=True) before it, "
-            "and one call of run.backward with the whole batch, leave none to move",
+            "step %d: out of memory on the GPU: the step is repeated, and gradients of earlier "
+            "batches go to the host during each step from now on; to avoid that, call "
+            "zero_grad(set_to_none=True) before a step, and run.backward once for the whole batch",
             self.step(),
         )
 

@@ -1,4 +1,4 @@
-"""Models that are the same on every rank: how to find and refuse them, and how to send tensors.
+"""Find models that are the same on every rank, refuse models that cannot be split, send tensors.
 
 :mod:`.shared_step` uses them in each rank's process, and :mod:`.ranks` holds a
 :class:`ReplicaFinder`. A model is replicated by DistributedDataParallel or by :class:`Replicated`.
