@@ -62,7 +62,7 @@ class Attributes:
     def _read_immutable(
         self, modules: Sequence[nn.Module], homes: Sequence[dict[str, Any]]
     ) -> list[tuple[Any, ...]]:
-        """Return the values that cannot change in place, by a new plan if the old one is stale."""
+        """Return the values that cannot change in place. Renew the plan if it no longer holds."""
         self._steps_of_plan += 1
         if self._steps_of_plan <= _MAX_STEPS_OF_A_PLAN:
             values = self._plan.read_immutable(modules, homes)

@@ -24,7 +24,7 @@ ALWAYS_COPIED = MIB
 change: kernels write BatchNorm's statistics without counting, and a frozen layer may be trained
 later."""
 
-# An assignment to ``.data`` may change them.
+# Assigning to ``.data`` may change the shape and the number format of a tensor.
 _FORM = attrgetter("shape", "dtype")
 
 
