@@ -59,7 +59,7 @@ from robust_train.gpu.visible import visible_gpus  # noqa: E402
 from robust_train.host.allocator import VARIABLE, allocator_settings  # noqa: E402
 from robust_train.memory.clearing import release_memory, return_memory  # noqa: E402
 from robust_train.memory.cuda import alloc_retries  # noqa: E402
-from robust_train.memory.stats import memory_in_use  # noqa: E402
+from robust_train.memory.in_use import memory_in_use  # noqa: E402
 from robust_train.model.errors import UserError  # noqa: E402
 from robust_train.model.failure import Clue, FailureKind  # noqa: E402
 from robust_train.queue.registry import QueuedJob, Registry  # noqa: E402

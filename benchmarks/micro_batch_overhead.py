@@ -27,7 +27,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from robust_train.step.batcher import MicroBatcher
-from robust_train.step.split_check import check_split
+from robust_train.step.split_checker import check_split
 
 
 def small_cnn() -> nn.Module:

@@ -14,7 +14,7 @@ import torch
 import failing_trainers
 from cuda_on_the_cpu import cuda_on_the_cpu
 from robust_train.cli.doctor import probe_here
-from robust_train.memory import stats as in_use
+from robust_train.memory import in_use
 from robust_train.model.gpu import GpuInfo, GpuProcess, Inventory
 from robust_train.readable import GIB, MIB
 from simulated_nvml import Gpu
@@ -294,7 +294,7 @@ def test_an_opaque_container_learns_a_contexts_size(h200, monkeypatch, others):
     own, off = gpu_check.probe_context()
     assert own.seen == "480 MiB"
     assert off.passed
-    monkeypatch.setattr(in_use, "beside_cache", lambda torch, index: {})
+    monkeypatch.setattr(in_use, "measure_outside_cache", lambda torch, index: {})
     assert [check.passed for check in gpu_check.probe_context()] == [True, False]
 
 

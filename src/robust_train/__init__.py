@@ -25,19 +25,18 @@ if TYPE_CHECKING:
         clear_cuda_memory,
         clear_gpu_memory,
     )
-    from robust_train.memory.cuda import (
+    from robust_train.memory.limits import (
         MemoryLimit,
         enable_memory_efficient_settings,
         set_memory_fraction,
     )
+    from robust_train.memory.peaks import GPUMemoryContext, reset_peak_memory_stats
     from robust_train.memory.stats import (
-        GPUMemoryContext,
         MemoryStats,
         get_cuda_memory_info,
         get_gpu_memory_stats,
         log_gpu_memory_stats,
         print_cuda_memory_info,
-        reset_peak_memory_stats,
     )
     from robust_train.memory.tensors import safe_tensor_to_cpu
     from robust_train.model.errors import (
@@ -57,7 +56,8 @@ if TYPE_CHECKING:
     from robust_train.step.batcher import MicroBatcher
     from robust_train.step.oom_handler import OOMHandler, adaptive_batch_training, retry_on_oom
     from robust_train.step.probing import FoundBatchSize, find_batch_size
-    from robust_train.step.split_check import SplitCheck, check_split
+    from robust_train.step.split_check import SplitCheck
+    from robust_train.step.split_checker import check_split
 
 take_loggers()
 
@@ -89,16 +89,18 @@ _NAMES = {
     "gpu.select": "find_best_device",
     "entry": "launch",
     "memory.clearing": ("Cleared cleanup_model_memory clear_cuda_memory clear_gpu_memory"),
-    "memory.cuda": ("MemoryLimit enable_memory_efficient_settings set_memory_fraction"),
+    "memory.limits": ("MemoryLimit enable_memory_efficient_settings set_memory_fraction"),
+    "memory.peaks": "GPUMemoryContext reset_peak_memory_stats",
     "memory.stats": (
-        "GPUMemoryContext MemoryStats get_cuda_memory_info get_gpu_memory_stats "
-        "log_gpu_memory_stats print_cuda_memory_info reset_peak_memory_stats"
+        "MemoryStats get_cuda_memory_info get_gpu_memory_stats log_gpu_memory_stats "
+        "print_cuda_memory_info"
     ),
     "memory.tensors": "safe_tensor_to_cpu",
     "step.batcher": "MicroBatcher",
     "step.oom_handler": "OOMHandler adaptive_batch_training retry_on_oom",
     "step.probing": "FoundBatchSize find_batch_size",
-    "step.split_check": "SplitCheck check_split",
+    "step.split_check": "SplitCheck",
+    "step.split_checker": "check_split",
     "attempt.run": "Run",
     "folder.checkpoints": "CheckpointError save_checkpoint",
     "folder.state": "Summary",

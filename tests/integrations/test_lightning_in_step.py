@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from framework_config import QUIET
 from robust_train.integrations import lightning_step
-from robust_train.step import engine
+from robust_train.step import part_runner
 from robust_train.step.batcher import MicroBatcher
 
 lightning = pytest.importorskip("lightning", reason="the extra [lightning] is not installed")
@@ -369,8 +369,8 @@ def _is_run_by(strategy, monkeypatch):
 
 def _captures_graphs(kind, monkeypatch):
     segments = [{"segment_pool_id": (0, 1)}]
-    monkeypatch.setattr(engine.cuda, "started_torch", lambda: torch)
-    monkeypatch.setattr(engine.cuda, "memory_segments", lambda torch: segments)
+    monkeypatch.setattr(part_runner.cuda, "started_torch", lambda: torch)
+    monkeypatch.setattr(part_runner.cuda, "memory_segments", lambda torch: segments)
 
 
 @pytest.mark.proves("Lightning", "one GPU", "new attempt")

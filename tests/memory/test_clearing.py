@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 from robust_train import cleanup_model_memory, clear_gpu_memory, safe_tensor_to_cpu
-from robust_train.memory.tensors import largest_tensors, picked_out
+from robust_train.memory.tensors import copy_strided, largest_tensors
 from robust_train.readable import MIB
 
 SIZE = 64 * MIB  # above what malloc ever takes from its heap, which others may keep in use
@@ -217,7 +217,7 @@ def test_tensors_of_any_layout_are_recognised(shape, steps, offset, dtype, is_co
         memory *= 1 + 2j
     tensor = torch.as_strided(memory, shape, strides, offset)
     tensor = tensor.conj() if is_conjugated else tensor
-    copied = picked_out(tensor)
+    copied = copy_strided(tensor)
     assert torch.equal(copied, tensor)
     assert copied.dtype == tensor.dtype
     # no elements but its own are kept

@@ -13,7 +13,7 @@ from attempts import built
 from robust_train import set_memory_fraction
 from robust_train.host.allocator import VARIABLE, use_expandable_segments
 from robust_train.launcher.request import build_environment
-from robust_train.memory.cuda import MemoryLimit, apply_to_allocator
+from robust_train.memory.limits import MemoryLimit, apply_to_allocator
 from robust_train.model.spec import AttemptSpec
 from simulated_nvml import MIB
 

@@ -268,7 +268,7 @@ def test_an_unresettable_peak_gives_certain_figures(monkeypatch, caplog, tmp_pat
     # an earlier peak of the process is not passed off as the block's
     assert block.peak - block.before < 2 * BIG
     memory.reset_peak_memory_stats()
-    assert "does not let its peak be reset" in caplog.text
+    assert "does not allow a reset of the peak" in caplog.text
 
 
 def test_blocks_of_several_threads_end_in_any_order():

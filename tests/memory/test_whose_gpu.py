@@ -9,9 +9,10 @@ import pytest
 import robust_train as memory
 from fake_torch import OWN, PRIVATE
 from robust_train.gpu.processes import footprint, learn_context_bytes, learned_context_bytes
-from robust_train.memory import stats as in_use
+from robust_train.memory import in_use
 from robust_train.memory.clearing import return_memory
-from robust_train.memory.cuda import busiest_gpu, limit_when_cuda_starts, share_of_unified_memory
+from robust_train.memory.cuda import busiest_gpu
+from robust_train.memory.limits import limit_when_cuda_starts, share_of_unified_memory
 from robust_train.model.gpu import GpuInfo, GpuProcess, Inventory
 from robust_train.readable import GIB, MIB
 
@@ -51,7 +52,7 @@ def test_a_gpu_sharing_host_memory_leaves_some(use, monkeypatch, caplog):
     """The GPU has no memory of its own, and the host keeps a part."""
     caplog.set_level("INFO", "robust_train")
     available = SimpleNamespace(available=48 * GIB)
-    monkeypatch.setattr("robust_train.memory.cuda.read_host_memory", lambda: available)
+    monkeypatch.setattr("robust_train.memory.limits.read_host_memory", lambda: available)
     cuda = use(is_integrated=1)
     for asked, limit in ((0.95, 0.5), (0.25, 0.25), (1.0, 1.0)):
         limit_when_cuda_starts(asked, 0)
@@ -65,7 +66,7 @@ def test_a_gpu_sharing_host_memory_leaves_some(use, monkeypatch, caplog):
 def test_wsl_limits_the_free_memory(use, monkeypatch, caplog):
     """More than that spills into the host's memory without an error."""
     caplog.set_level("INFO", "robust_train")
-    monkeypatch.setattr("robust_train.memory.cuda.is_wsl", lambda: True)
+    monkeypatch.setattr("robust_train.memory.limits.is_wsl", lambda: True)
     cuda = use()
     limit_when_cuda_starts(0.8, 1)
     assert cuda.fractions == {1: 0.1}

@@ -164,7 +164,7 @@ def test_what_cannot_be_put_back_is_named_once(change, name, caplog):
     model, batcher = Remembering(change), MicroBatcher()
     for _ in range(3):
         batcher.backward(model, torch.ones(8, 1), model)
-    lines = [line for line in caplog.messages if "cannot be put back" in line]
+    lines = [line for line in caplog.messages if "cannot be restored" in line]
     assert len(lines) == 1
     assert lines[0].startswith(f"Remembering.{name} was changed")
 
@@ -173,7 +173,15 @@ def test_a_long_list_that_grows_is_cut_back(caplog):
     model = Remembering(lambda model, x: model.seen.append(len(x)))
     MicroBatcher().backward(model, torch.ones(8, 1), model)
     assert model.seen[5000:] == [4, 4]
-    assert "cannot be put back" not in caplog.text
+    assert "cannot be restored" not in caplog.text
+
+
+def test_a_nested_long_list_is_cut_back(caplog):
+    model = Remembering(lambda model, x: model.history["loss"].append(len(x)))
+    model.history = {"loss": list(range(5000)), "pairs": (list(range(2000)), [torch.zeros(1)])}
+    MicroBatcher().backward(model, torch.ones(8, 1), model)
+    assert model.history["loss"][5000:] == [4, 4]
+    assert "cannot be restored" not in caplog.text
 
 
 def test_leftovers_of_an_earlier_step_are_freed():

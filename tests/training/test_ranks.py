@@ -12,15 +12,9 @@ import warm
 from robust_train.config.placeholders import MicroBatchPlan
 from robust_train.model.failure import Failure, FailureKind
 from robust_train.step import ranks
-from robust_train.step.ranks import (
-    OtherGroups,
-    RankReport,
-    RanOut,
-    ReplicaFinder,
-    Replicated,
-    agree,
-)
-from robust_train.step.splitting import MicroBatchSize
+from robust_train.step.micro_batch_size import MicroBatchSize
+from robust_train.step.ranks import OtherGroups, RankReport, RanOut, agree
+from robust_train.step.replicas import ReplicaFinder, Replicated
 
 PROGRAM = Path(__file__).with_name("group_of_ranks.py").read_text()
 PARTS = re.findall(r"(?m)^    (\w+),$", PROGRAM.partition("\nPARTS")[2])
@@ -82,14 +76,14 @@ def test_ranks_that_would_resume_different_checkpoints_say_so(group):
 
 def test_a_replaced_wrapper_is_looked_up_again(monkeypatch):
     """Its successor's gradients would be summed over no ranks, without a word."""
-    monkeypatch.setattr("robust_train.step.ranks.broadcast", lambda *given: None)
+    monkeypatch.setattr("robust_train.step.replicas.broadcast", lambda *given: None)
     net, finder = nn.Linear(2, 1), ReplicaFinder()
-    assert finder.of([net], None) == [], "it is wrapped later"
+    assert finder.find([net], None) == [], "it is wrapped later"
     wrapper = Replicated(net)
-    assert finder.of([net], [wrapper]) == [wrapper]
+    assert finder.find([net], [wrapper]) == [wrapper]
     del wrapper
     wrapper = Replicated(net)
-    assert finder.of([net], [wrapper]) == [wrapper]
+    assert finder.find([net], [wrapper]) == [wrapper]
 
 
 def test_a_rank_that_is_exhausted_decides_for_all():
@@ -103,7 +97,7 @@ def test_agreed_sizes_do_not_depend_on_ranks():
     """The sizes are the same wherever memory ran out."""
     plan = MicroBatchPlan(16)
     here, there = MicroBatchSize(plan), MicroBatchSize(plan)
-    here.failed_at(16)
+    here.record_failure(16)
     here.agree(8, failed=16, is_known=True)
     there.agree(8, failed=16)
     assert here.state() == there.state()

@@ -19,12 +19,11 @@ from robust_train import AttemptsExhaustedError, check_split, launch
 from robust_train.compat import version_of
 from robust_train.model.errors import UserError
 from robust_train.step.batcher import MicroBatcher
-from robust_train.step.split_check import (
-    Kept,
+from robust_train.step.split_check import Kept, SplitCheck
+from robust_train.step.split_losses import (
     Losses,
-    SplitCheck,
+    describe_losses,
     differ_beyond_noise,
-    in_words,
     mean_of_ranks,
 )
 from robust_train.step.split_watch import SplitWatch, kind_of_step
@@ -62,7 +61,7 @@ def test_how_large_a_loss_is_does_not_matter(loss, share, scale):
 def test_a_difference_of_large_terms_has_their_rounding():
     losses = Losses(1e-5, (3e-5, -2e-5), (0.5, 0.5))
     assert not losses.agree
-    assert replace(losses, terms=100.0).agree
+    assert replace(losses, largest_term=100.0).agree
 
 
 def test_a_half_without_weight_may_have_any_loss():
@@ -98,11 +97,11 @@ def test_noise_alone_is_rarely_taken_for_a_difference():
 
 def test_the_sentence_has_the_figures_to_compare():
     losses = Losses(1.93, (1.0, 1.42), (0.5, 0.5))
-    assert in_words(losses, 8) == (
+    assert describe_losses(losses, 8) == (
         "a part of 8 has loss 1.93, its halves 1 and 1.42, which make 1.21"
     )
     uneven = Losses(1.93, (1.0, 1.0), (0.25, 0.75))
-    assert in_words(uneven, 8, 2) == (
+    assert describe_losses(uneven, 8, 2) == (
         "a part of 8 has loss 1.93, its first 2 and its other 6 samples 1 and 1 "
         "with weights 0.25 and 0.75, which make 1"
     )
@@ -567,7 +566,7 @@ def test_nothing_to_see_is_looked_at_again(caplog):
     watch = SplitWatch()
     nothing = SplitCheck(Kept.UNKNOWN, "its part has no loss", 4)
     with caplog.at_level(logging.WARNING):
-        assert watch.take("kind", nothing, 1, ran_out=True)
+        assert watch.accept("kind", nothing, 1, ran_out=True)
     assert not watch.knows("kind")
     assert caplog.records == []
 

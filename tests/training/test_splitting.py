@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from robust_train.step.batcher import MicroBatcher
-from robust_train.step.splitting import Parts, bounds, joined, length_of, part_of
+from robust_train.step.splitting import Parts, bounds, join_parts, length_of, part_of
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -108,7 +108,7 @@ def test_a_batch_with_uncountable_samples_is_refused():
     ],
 )
 def test_results_of_the_parts_are_joined(first, second, whole):
-    assert repr(joined([first, second], [1, 3])) == repr(whole)
+    assert repr(join_parts([first, second], [1, 3])) == repr(whole)
 
 
 def test_custom_functions_divide_unusual_batches():

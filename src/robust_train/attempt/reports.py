@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from robust_train.files import plain
-from robust_train.memory.stats import describe_memory, memory_in_use
+from robust_train.memory.in_use import describe_memory, memory_in_use
 from robust_train.model.events import (
     EpochEnded,
     Event,

@@ -28,7 +28,7 @@ from robust_train.config.attempt import AttemptRequest
 from robust_train.config.schema import RobustConfig
 from robust_train.files import plain
 from robust_train.host.votes import Flags
-from robust_train.memory.stats import memory_in_use
+from robust_train.memory.in_use import memory_in_use
 from robust_train.model.errors import TrainingStopped
 from robust_train.model.events import AttemptProcess, Event, Failed, Finished, TrainerSupports
 from robust_train.model.failure import Failure, FailureKind

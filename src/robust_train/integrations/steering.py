@@ -26,10 +26,11 @@ from robust_train.model.errors import UserError
 from robust_train.model.events import BatchKept
 from robust_train.model.failure import Failure, FailureKind
 from robust_train.step import ranks, splitting
-from robust_train.step.engine import Batch, Body, CannotSplitError, Step
-from robust_train.step.ranks import SharedStep
+from robust_train.step.engine import Step
+from robust_train.step.loss_passes import LossOf
+from robust_train.step.part_runner import Batch, Body, CannotSplitError
 from robust_train.step.reachable import why_not_again
-from robust_train.step.split_check import LossOf
+from robust_train.step.shared_step import SharedStep
 from robust_train.step.splitting import Count, Part, Parts
 
 log = logging.getLogger("robust_train.integrations")
@@ -188,7 +189,7 @@ class OpenStep(Step[Any]):
             self._say(str(error).partition(";")[0])
             return 1
 
-    def rewound(self) -> None:
+    def rewind_framework(self) -> None:
         self._on_rewind()
 
     def guard(self) -> AbstractContextManager[object]:
@@ -205,7 +206,7 @@ class OpenStep(Step[Any]):
             return "the batch is a lone sample, or several that are packed into one"
         return super().cannot_repeat()
 
-    def say_why(self, reason: str) -> None:
+    def log_why(self, reason: str) -> None:
         self._say(reason)
 
 
@@ -281,7 +282,7 @@ class InStep:
     def joined(self, results: Sequence[tuple[Any, Part]]) -> Any:
         """Join the results of a batch's parts. Runs out of memory if they do not fit."""
         try:
-            return splitting.joined(
+            return splitting.join_parts(
                 [result for result, _ in results], [len(part) for _, part in results]
             )
         except ValueError as error:

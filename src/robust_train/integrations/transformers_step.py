@@ -25,7 +25,7 @@ from robust_train.compat import (
 )
 from robust_train.integrations.steering import InStep, OpenStep, framework
 from robust_train.model.spec import AttemptSpec
-from robust_train.step.engine import CannotSplitError
+from robust_train.step.part_runner import CannotSplitError
 from robust_train.step.ranks import of_all_ranks
 from robust_train.step.reachable import STEPS_IN_BACKWARD
 from robust_train.step.rng import GeneratorStates

@@ -1,8 +1,9 @@
-"""Records of the tensors that fill this process's memory, when it runs out and on request.
+"""Record which tensors fill the memory when it runs out, and carry out memory requests of users.
 
-A ``.json`` names the largest tensors. If CUDA is in use, a ``.pickle`` is torch's memory snapshot,
-for the viewer at pytorch.org/memory_viz. Requests reach a live run, which carries them out between
-two steps.
+Both happen in an attempt's process, in the run folder: at the moment of an out-of-memory error, or
+between two steps of a live run (``robust-train memory info --run RUN``). A ``.json`` file lists the
+largest tensors. If CUDA is in use, a ``.pickle`` file is torch's memory snapshot, for the viewer at
+pytorch.org/memory_viz.
 """
 
 from __future__ import annotations
@@ -11,16 +12,18 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from robust_train import compat
 from robust_train.files import replacing, write_json
 from robust_train.memory.clearing import clear_gpu_memory
-from robust_train.memory.cuda import set_memory_fraction, started_torch
-from robust_train.memory.stats import get_gpu_memory_stats, reset_peak_memory_stats
-from robust_train.memory.tensors import largest_alive, largest_tensors
+from robust_train.memory.cuda import started_torch
+from robust_train.memory.limits import set_memory_fraction
+from robust_train.memory.peaks import reset_peak_memory_stats
+from robust_train.memory.stats import get_gpu_memory_stats
+from robust_train.memory.tensors import LiveTensor, largest_alive, largest_tensors
 from robust_train.model.events import OutOfMemory
 from robust_train.model.failure import Failure, FailureKind
 from robust_train.model.json import fields_as_json
@@ -28,23 +31,29 @@ from robust_train.readable import first_line, mib
 
 log = logging.getLogger("robust_train")
 
-_TOP = 20
-_LOGGED = 3
-_WORTH_NAMING = 0.01
-"""A tensor is named if it holds this share of the request, and of the largest tensor."""
-# "several KB per entry" (torch's documentation): below 100 MiB of host memory
+_TOP = 20  # number of tensors in a file
+_LOGGED = 3  # number of tensors in the log line
+_LEAST_LOGGED_SHARE = 0.01
+"""A tensor is logged if it holds at least this share of the failed request and of the largest
+tensor."""
+# Entries of the allocator's history, which take "several KB per entry" of host memory (torch's
+# documentation). A run that ran out of memory before records fewer of them.
 _ENTRIES_OF_A_RUN = 20_000
-# a viewer is opened for the last of them
 _ENTRIES_ON_REQUEST = 100_000
 
 
 def record_history_after_an_oom(run_dir: Path) -> Callable[[], None] | None:
-    """Record where GPU memory is allocated from now on, if it has run out in this run folder. It
-    costs 2 µs for each allocation and free (torch's documentation), too much for a run that may
-    never need it. Recording starts when CUDA starts. Returns a function that ends it, or None if
-    nothing is recorded."""
+    """Record where GPU memory is allocated, if memory has run out in this run folder before.
+
+    Recording costs 2 µs for each allocation and free (torch's documentation), too much for a run
+    that may never need it. It starts when CUDA starts.
+
+    Returns:
+        A function that ends the recording, or None if nothing is recorded.
+    """
     torch = sys.modules.get("torch")
-    if torch is None or next(run_dir.glob("oom-attempt-*.json"), None) is None:
+    has_run_out = any(run_dir.glob("oom-attempt-*.json"))
+    if torch is None or not has_run_out:
         return None
 
     def record() -> None:
@@ -60,16 +69,19 @@ def record_history_after_an_oom(run_dir: Path) -> Callable[[], None] | None:
 
 
 def write_out_of_memory(
-    run_dir: Path,
-    failure: Failure,
-    *,
-    attempt: int,
-    step: int | None,  # the last one that was reported
+    run_dir: Path, failure: Failure, *, attempt: int, step: int | None
 ) -> OutOfMemory | None:
     """Write ``oom-attempt-<n>.json`` and ``.pickle``, and log the three largest tensors.
 
-    Returns the event for the journal, None if nothing could be written. Never raises: what happens
-    here must not hide why it is called.
+    This never raises, because another error must not hide the out-of-memory error.
+
+    Args:
+        failure: the out-of-memory error.
+        attempt: the number of the attempt.
+        step: the last step that was reported.
+
+    Returns:
+        The event for the journal, or None if nothing could be written.
     """
     try:
         started = time.monotonic()
@@ -97,21 +109,25 @@ def write_out_of_memory(
         except OSError as problem:
             log.warning("cannot write %s: %s", path, problem.strerror)
             event = replace(event, tensors=None)
-        largest_bytes = tensors[0].bytes if tensors else 0
-        least = _WORTH_NAMING * max(requested or 0, largest_bytes)
-        named = [str(tensor) for tensor in tensors[:_LOGGED] if tensor.bytes >= least]
-        if named:
-            where = f"; all in {event.tensors}" if event.tensors else ""
-            largest = "; ".join(named)
-            log.info("out of memory: the largest tensors are %s%s", largest, where)
+        _log_largest(tensors, requested or 0, event.tensors)
         return replace(event, seconds=round(time.monotonic() - started, 3))
     except Exception as problem:
-        log.warning("cannot record what fills the memory: %s", first_line(problem))
+        log.warning("cannot record which tensors fill the memory: %s", first_line(problem))
         return None
 
 
+def _log_largest(tensors: Sequence[LiveTensor], requested: int, filename: str | None) -> None:
+    """Log the largest tensors that are worth a mention, and the file that lists all."""
+    largest_bytes = tensors[0].bytes if tensors else 0
+    least_bytes = _LEAST_LOGGED_SHARE * max(requested, largest_bytes)
+    logged = [str(tensor) for tensor in tensors[:_LOGGED] if tensor.bytes >= least_bytes]
+    if logged:
+        where = f"; all in {filename}" if filename else ""
+        log.info("out of memory: the largest tensors are %s%s", "; ".join(logged), where)
+
+
 def _dump_snapshot(path: Path) -> str | None:
-    """Write torch's snapshot, and return the file's name, None without CUDA or if it fails."""
+    """Write torch's snapshot. Return the file's name, or None without CUDA or on failure."""
     torch = started_torch()
     if torch is None:
         return None
@@ -126,35 +142,34 @@ def _dump_snapshot(path: Path) -> str | None:
 
 # --- requests ---
 
-_OPTIONS = {
-    "memory_info": "",
+_OPTION_OF_REQUEST = {
+    "memory_info": None,
     "memory_clear": "force",
-    "memory_reset": "",
+    "memory_reset": None,
     "memory_fraction": "fraction",
-    "memory_snapshot": "",
+    "memory_snapshot": None,
 }
-"""The option of each request that has an option."""
+"""The only option of each request, or None if it has no option."""
 
 
 def perform(verb: str, options: Mapping[str, object], run_dir: Path) -> dict[str, object]:
     """Carry out a request in this process.
 
+    Args:
+        verb: the name of the request, for example ``memory_clear``.
+        options: the options of the request, with values in JSON's types.
+        run_dir: the run folder, for the files of a snapshot.
+
     Returns:
-        ``before`` and ``after`` (the fields of `MemoryStats`), ``sentence`` for people, and
-        further results of the verb, all in JSON's types.
+        ``before`` and ``after`` (the fields of `MemoryStats`), ``sentence`` for people, and further
+        results of the request, all in JSON's types.
 
     Raises:
-        ValueError: an unknown verb or option, or an invalid value. The message is one line for the
-            user.
+        ValueError: an unknown request or option, or an invalid value. The message is one line for
+            the user.
         OSError: the snapshot cannot be written.
     """
-    if verb not in _OPTIONS:
-        raise ValueError(f"no such request: {verb}; accepted are {', '.join(_OPTIONS)}")
-    accepted = _OPTIONS[verb]
-    unknown = next((name for name in options if name != accepted), None)
-    if unknown:
-        accepted_options = f"accepted is {accepted}" if accepted else "it has none"
-        raise ValueError(f"{verb} has no option {unknown}: {accepted_options}")
+    _refuse_unknown(verb, options)
     before = get_gpu_memory_stats()
     answer: dict[str, object] = {}
     if verb == "memory_clear":
@@ -186,9 +201,26 @@ def perform(verb: str, options: Mapping[str, object], run_dir: Path) -> dict[str
     }
 
 
+def _refuse_unknown(verb: str, options: Mapping[str, object]) -> None:
+    """Raise ValueError for a request or an option that does not exist."""
+    if verb not in _OPTION_OF_REQUEST:
+        accepted_verbs = ", ".join(_OPTION_OF_REQUEST)
+        raise ValueError(f"no such request: {verb}; accepted are {accepted_verbs}")
+    accepted = _OPTION_OF_REQUEST[verb]
+    for name in options:
+        if name != accepted:
+            accepted_options = f"accepted is {accepted}" if accepted else "it has none"
+            raise ValueError(f"{verb} has no option {name}: {accepted_options}")
+
+
 def _write_snapshot(run_dir: Path) -> dict[str, object]:
-    """Write the next ``memory-tensors-<n>.json`` and ``memory-snapshot-<n>.pickle``. The first
-    snapshot of an attempt also starts recording the history."""
+    """Write the next ``memory-tensors-<n>.json`` and ``memory-snapshot-<n>.pickle``.
+
+    The first snapshot of an attempt also starts recording the allocator's history.
+
+    Returns:
+        The sentence for people, and the files that were written.
+    """
     number = 1
     while (tensors_path := run_dir / f"memory-tensors-{number}.json").exists():
         number += 1

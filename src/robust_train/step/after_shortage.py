@@ -1,16 +1,18 @@
-"""Decide how a step continues after memory ran out in a part of it. The engine carries it out.
+"""Decide how a step continues after memory ran out in a part of it.
+
+A pure function. The engine calls it in the process that trains, and carries out the decision:
 
     a part runs ──went through──────────────────────────────▶ the next part
         │
         └─ memory ran out
              ├─ gradients of earlier batches can leave the GPU ─▶ REPEAT_WITH_ROOM, same size
-             ├─ something cannot be put back ───────────────────▶ CANNOT_REPEAT, the attempt ends
+             ├─ the step cannot be undone ──────────────────────▶ CANNOT_REPEAT, the attempt ends
              ├─ a smaller size is left ─────────────────────────▶ REPEAT_SMALLER
              ├─ the next smaller size leaves a lone sample ─────▶ CANNOT_REPEAT, the attempt ends
              └─ no smaller size is left ────────────────────────▶ EXHAUSTED, the attempt ends
 
-With several ranks, every rank comes to the same end: the rank whose memory ran out reports its
-answer, and the others repeat or end with it.
+With several ranks, all ranks reach the same end: the rank whose memory ran out reports its answer,
+and the other ranks repeat the step or end as well.
 """
 
 from __future__ import annotations
@@ -40,17 +42,17 @@ class AfterShortage:
 
     @property
     def repeats(self) -> bool:
-        """Whether the step is run again."""
+        """Whether the step runs again."""
         return self.answer in (Answer.REPEAT_WITH_ROOM, Answer.REPEAT_SMALLER)
 
     @property
     def shrinks(self) -> bool:
-        """Whether the size that was used is known to be too large."""
+        """Whether the size in use was too large."""
         return self.answer in (Answer.REPEAT_SMALLER, Answer.EXHAUSTED)
 
 
 def decide(smaller: int | None, used: int, batches: Iterable[int], *, least: int) -> AfterShortage:
-    """Return how a step continues that could be repeated.
+    """Return how a step continues that can be undone.
 
     Args:
         smaller: the next smaller size, in samples, or None if no smaller size is left.
@@ -60,14 +62,14 @@ def decide(smaller: int | None, used: int, batches: Iterable[int], *, least: int
     """
     if smaller is None:
         return AfterShortage(Answer.EXHAUSTED)
-    if any(not _is_cut_further(samples, smaller, used, least) for samples in batches):
+    if not all(_can_shrink(samples, smaller, used, least) for samples in batches):
         reason = "BatchNorm cannot take a lone sample, which smaller parts would have"
         return AfterShortage(Answer.CANNOT_REPEAT, reason)
     return AfterShortage(Answer.REPEAT_SMALLER)
 
 
-def _is_cut_further(samples: int, smaller: int, used: int, least: int) -> bool:
-    """Return whether a batch has smaller parts at the smaller size, or is smaller anyway."""
+def _can_shrink(samples: int, smaller: int, used: int, least: int) -> bool:
+    """Return whether every part of a batch has fewer than ``used`` samples at the smaller size."""
     if samples < used:
         return True
     parts = bounds(samples, smaller, least=least)

@@ -1,4 +1,9 @@
-"""Steps and validations in parts that fit into memory: `backward`, `forward`."""
+"""Run training steps and validation in parts that fit into memory: `backward` and `forward`.
+
+Programs use a :class:`MicroBatcher` directly or through ``run.backward``, and the integrations
+through `open_step`, all in the process that trains. It remembers the size that fits from step to
+step. A :class:`.engine.Step` runs each step.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +17,14 @@ from torch import Tensor, nn
 from robust_train.config.placeholders import MicroBatchPlan, SplitRule
 from robust_train.model.errors import UserError
 from robust_train.step import ranks
-from robust_train.step.engine import Batch, Body, Results, Step
-from robust_train.step.ranks import SharedStep
+from robust_train.step.engine import Step
+from robust_train.step.micro_batch_size import MicroBatchSize, SizeState
+from robust_train.step.part_runner import Batch, Body, Results
 from robust_train.step.reachable import Models, models_of
-from robust_train.step.recorder import OnEvent, Recorder
+from robust_train.step.recorder import OnEvent, Recorder, ignore_event
+from robust_train.step.shared_step import SharedStep
 from robust_train.step.split_watch import SplitWatch
-from robust_train.step.splitting import Count, Length, MicroBatchSize, Part, Parts, SizeState, Split
+from robust_train.step.splitting import Count, Length, Part, Parts, Split
 from robust_train.step.step_start import PartStart, StepStart, Watch
 
 if TYPE_CHECKING:
@@ -27,8 +34,8 @@ T = TypeVar("T")
 S = TypeVar("S", bound=Step[Any])
 Backward = Callable[[Tensor], object]
 SizeSearch = Callable[[int, Callable[[int], object], StepStart], "FoundBatchSize | None"]
-"""Finds the largest size that fits among this many samples, by passes of parts of them, or None if
-it cannot be found there."""
+"""Finds the largest size that fits. ``search(samples, run, start)`` calls ``run(size)`` for sizes
+up to ``samples``, and returns None if that is not enough to find it."""
 
 
 class MicroBatcher:
@@ -37,12 +44,12 @@ class MicroBatcher:
     Args:
         batch_size: the maximum number of samples in a forward and backward pass. None: the whole
             batch at first.
-        min_batch_size: parts of this size are not split further. The error is raised instead.
+        min_batch_size: parts of this size are not split further. Then the error is raised.
         gradient_accumulation_steps: the requested accumulation. Divisors of the effective batch are
             preferred.
-        on_event: called with an event at every change of the size.
-        search: in the launcher's attempts, finds the largest size that fits, in the first step.
-        recorder: in the launcher's attempts, in place of ``on_event``.
+        on_event: called with an event for each change of the size.
+        search: finds the largest size that fits in the first step, in an attempt of the launcher.
+        recorder: replaces ``on_event`` in an attempt of the launcher.
         exact: raise an error if splitting would change the loss, instead of a warning.
 
     Raises:
@@ -55,7 +62,7 @@ class MicroBatcher:
         *,
         min_batch_size: int = 1,
         gradient_accumulation_steps: int = 1,
-        on_event: OnEvent = lambda event: None,
+        on_event: OnEvent = ignore_event,
         search: SizeSearch | None = None,
         recorder: Recorder | None = None,
         exact: bool = False,
@@ -69,24 +76,26 @@ class MicroBatcher:
                 raise ValueError(f"{name}={value}: must be 1 or more")
         plan = MicroBatchPlan(batch_size, gradient_accumulation_steps, min_batch_size)
         self._training = MicroBatchSize(plan)
-        self._other = MicroBatchSize(plan)
+        self._validation = MicroBatchSize(plan)
         if not recorder:
             splits = SplitWatch(SplitRule(is_exact=exact))
-            recorder = Recorder(lambda: self._steps_begun, on_event, splits=splits)
+            recorder = Recorder(self._current_step, on_event, splits=splits)
         self._recorder = recorder
         self._watch = Watch()
         self._search = search
         self._steps_begun = 0
 
+    def _current_step(self) -> int:
+        return self._steps_begun
+
     @property
     def training_size(self) -> MicroBatchSize:
-        """The size in use for training, and what is known about others."""
+        """The size in use for training, with the sizes at which memory ran out."""
         return self._training
 
     @property
     def size(self) -> int | None:
-        """The maximum number of samples in a training pass. None as long as that is the whole
-        batch."""
+        """The maximum number of samples in a training pass. None: the whole batch."""
         return self._training.current
 
     def backward(
@@ -117,15 +126,15 @@ class MicroBatcher:
 
         Args:
             loss_of: returns the mean loss of its part (a tensor with one element), or a tuple of
-                that and any other value. Values that it stores outside modules stay there after a
-                failed pass.
+                that loss and any other value. Values that it stores outside modules stay there
+                after a failed pass.
             batch: tensors, arrays or lists in any nesting of tuples, mappings and dataclasses, all
                 with one sample per index of their first dimension.
             model: the module that learns, or several. None: the modules that ``loss_of`` closes
                 over. Required with several ranks.
-            count: returns the number of items that the loss of some data averages over, if these
-                are not the samples: tokens, or labels that are not -100. For a sum, use ``lambda
-                data: 1``.
+            count: returns the number of items that the loss of some data averages over, if the
+                items are not the samples: tokens, or labels that are not -100. For a sum, use
+                ``lambda data: 1``.
             split: ``split(batch, start, stop)``, if the batch cannot be sliced.
             length: returns the number of samples of such a batch, if that is not its ``len``.
             backward: runs the backward pass of a part's share of the loss, for example ``lambda
@@ -134,8 +143,9 @@ class MicroBatcher:
                 only a part that fails is repeated.
 
         Returns:
-            The mean loss, of shape ``()``, in training over the samples of all ranks. If
-            ``loss_of`` returned tuples, a tuple of that and the list of the parts' other values.
+            The mean loss, of shape ``()``. In training, it averages over the samples of all ranks.
+            If ``loss_of`` returned tuples, a tuple of the mean loss and the list of the parts'
+            other values.
 
         Raises:
             TypeError, ValueError: the number of samples is unknown or 0.
@@ -148,41 +158,52 @@ class MicroBatcher:
         step = self._begin("backward", loss_of, parts, model, training)
         start = step.start
         returns_more = False
+        # The bounds and weights of parts whose loss is NaN, which do not count in this step.
         without_loss: dict[tuple[int, int], float] = {}
 
-        def body(part: Part) -> tuple[Tensor, list[Any]]:
+        def run_part(part: Part) -> tuple[Tensor, list[Any]]:
             nonlocal returns_more
-            loss, more = _loss_and_more(loss_of(part.data))
+            loss, more = _separate_loss(loss_of(part.data))
             returns_more = bool(more)
             weight = part.weight
             if without_loss:
-                weight = _weight_beside(part, without_loss)
-            # the mean of an empty part is NaN, also when multiplied by 0
+                weight = _weight_among_others(part, without_loss)
             share = loss if weight == 1.0 else loss * weight
             if training and (weight or step.is_sharded):
                 if model is None and start is not None:
                     start.notice(loss)
-                torch.autograd.backward(share) if backward is None else backward(share)
-            return share.detach() if weight else torch.zeros_like(share), more
+                if backward is None:
+                    torch.autograd.backward(share)
+                else:
+                    backward(share)
+            if not weight:
+                # The loss of a part without items is NaN, even if multiplied by 0.
+                return torch.zeros_like(share), more
+            return share.detach(), more
+
+        def loss_alone(data: Any) -> Tensor:
+            loss, _ = _separate_loss(loss_of(data))
+            return loss
 
         if training:
-            self._probe(step, parts, body)
-        batch_of_step = Batch(parts, body, lambda data: _loss_and_more(loss_of(data))[0], loss_of)
-        results = step.run(batch_of_step)
+            self._probe(step, parts, run_part)
+        results = step.run(Batch(parts, run_part, loss_alone, loss_of))
         if training and count is None and not step.is_sharded:
             while new := _parts_without_loss(results):
-                self._recorder.leave_out_parts(len(new), len(results))
+                self._recorder.log_parts_without_loss(len(new), len(results))
                 without_loss.update(new)
                 results = step.run_again()
         shares = [share for (share, _), _ in results]
         loss = sum(shares[1:], shares[0]) if shares else torch.zeros(())
         if training:
-            # counting labels on a GPU waits for it, so nobody counts where nobody asks
+            # Counting labels on a GPU waits for the GPU, so items are counted only for other ranks.
             items = parts.items if step.is_shared else 1.0
             loss, returns_more = step.end(loss, items=items, returns_more=returns_more)
         else:
             step.leave()
-        return (loss, [more[0] for (_, more), _ in results]) if returns_more else loss
+        if returns_more:
+            return loss, [more[0] for (_, more), _ in results]
+        return loss
 
     def forward(
         self,
@@ -203,7 +224,11 @@ class MicroBatcher:
         """
         parts = Parts.of(batch, length, split)
         step = self._begin("forward", function, parts, model, training=False)
-        results = step.run(Batch(parts, lambda part: function(part.data)))
+
+        def run_part(part: Part) -> T:
+            return function(part.data)
+
+        results = step.run(Batch(parts, run_part))
         step.leave()
         return [result for result, _ in results]
 
@@ -216,10 +241,10 @@ class MicroBatcher:
         return kind(self._training, start, shared, self._recorder)
 
     def open_evaluation(self, kind: Callable[..., S], model: nn.Module, shared: SharedStep) -> S:
-        """Begin a batch of a framework's validation."""
+        """Start a batch of a framework's validation."""
         self._recorder.speed.pause()
         return kind(
-            self._other,
+            self._validation,
             None,
             shared,
             self._recorder,
@@ -228,22 +253,25 @@ class MicroBatcher:
         )
 
     def shrink(self, reason: str) -> tuple[int, int] | None:
-        """Split finer from the next batch on, on request. Returns the sizes before and after, or
-        None."""
-        changed = self._training.shrink()
-        if changed:
-            self._other.shrink()
-            self._recorder.changed(changed, reason)
-        return changed
+        """Use the next smaller size from the next batch on, on request.
+
+        Returns:
+            The sizes before and after, or None if no smaller size is left.
+        """
+        sizes = self._training.shrink()
+        if sizes:
+            self._validation.shrink()
+            self._recorder.log_change(sizes, reason)
+        return sizes
 
     def state(self) -> dict[str, SizeState]:
         """Return the sizes in use, for a checkpoint."""
-        return {"training": self._training.state(), "other": self._other.state()}
+        return {"training": self._training.state(), "other": self._validation.state()}
 
     def restore(self, state: dict[str, SizeState]) -> None:
-        """Take over `state`'s result, unless another batch size was requested since."""
+        """Restore a result of `state`, unless another batch size has been requested since."""
         self._training.restore(state["training"])
-        self._other.restore(state["other"])
+        self._validation.restore(state["other"])
 
     def _begin(
         self, name: str, function: Any, parts: Parts, model: Models, training: bool
@@ -258,7 +286,7 @@ class MicroBatcher:
             self._recorder.speed.batch_begins(parts.samples)
         else:
             self._recorder.speed.pause()
-        size = self._training if training else self._other
+        size = self._training if training else self._validation
         models = models_of(model, function)
         shared = SharedStep(models, function)
         start = None
@@ -279,19 +307,22 @@ class MicroBatcher:
         self._search = None
         if search is None or step.start is None:
             return
+
+        def run(size: int) -> None:
+            body(parts.part(0, size))
+
         with step.undone_after_an_error():
-            result = search(parts.samples, lambda size: body(parts.part(0, size)), step.start)
-        if result is None:
-            return
-        for sizes in (self._training, self._other):
-            sizes.begin_at(result.batch_size)
+            result = search(parts.samples, run, step.start)
+        if result is not None:
+            self._training.begin_at(result.batch_size)
+            self._validation.begin_at(result.batch_size)
 
 
 def _parts_without_loss(results: Results[Any]) -> dict[tuple[int, int], float]:
-    """Return the bounds and weights of parts whose loss is NaN, if that of others is not.
+    """Return the bounds and weights of parts whose loss is NaN, unless every loss is NaN.
 
-    A mean over labels is NaN in a part without labels, although the whole batch has a loss. If the
-    loss of every part is NaN, so is that of the batch. This reads a figure from the device.
+    A mean over labels is NaN in a part without labels, although the whole batch has a loss. Calling
+    this waits for the device.
     """
     if len(results) < 2:
         return {}
@@ -299,19 +330,22 @@ def _parts_without_loss(results: Results[Any]) -> dict[tuple[int, int], float]:
     are_missing = shares.isnan().tolist()
     if all(are_missing):
         return {}
-    pairs = zip(results, are_missing, strict=True)
-    return {(part.start, part.stop): part.weight for (_, part), is_missing in pairs if is_missing}
+    without_loss = {}
+    for (_, part), is_missing in zip(results, are_missing, strict=True):
+        if is_missing:
+            without_loss[part.start, part.stop] = part.weight
+    return without_loss
 
 
-def _weight_beside(part: Part, without_loss: dict[tuple[int, int], float]) -> float:
-    """Return a part's weight among those that have a loss, or 0 if it has none itself."""
+def _weight_among_others(part: Part, without_loss: dict[tuple[int, int], float]) -> float:
+    """Return a part's weight among the parts that have a loss, or 0 if it has no loss."""
     if (part.start, part.stop) in without_loss:
         return 0.0
     return part.weight / (1.0 - sum(without_loss.values()))
 
 
-def _loss_and_more(result: Any) -> tuple[Tensor, list[Any]]:
-    """Return the loss, and the value that a function returned with it, if any."""
+def _separate_loss(result: Any) -> tuple[Tensor, list[Any]]:
+    """Return the loss in a function's result, and a list of the other value, if there is any."""
     loss = result
     more = []
     if isinstance(result, tuple) and len(result) == 2:
@@ -322,6 +356,6 @@ def _loss_and_more(result: Any) -> tuple[Tensor, list[Any]]:
     shape = f" of shape {tuple(result.shape)}" if isinstance(result, Tensor) else ""
     raise TypeError(
         "run.backward: the function has to return the mean loss of its part, a tensor with one "
-        "element, or a tuple of that and anything else; it returned "
+        "element, or a tuple of that loss and anything else; it returned "
         f"a {type(result).__name__}{shape}"
     )

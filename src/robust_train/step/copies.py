@@ -1,4 +1,8 @@
-"""Copies of tensors that a step may write to, whose memory the next step uses again."""
+"""Copy tensors that a step may write to, and restore them.
+
+:mod:`.buffers` and :mod:`.attributes` use :class:`Copies` in the process that trains. The memory of
+the copies is used again in the next step.
+"""
 
 from __future__ import annotations
 
@@ -16,93 +20,108 @@ from robust_train.compat import copy_at_once, versions_of
 from robust_train.readable import MIB
 
 ALWAYS_COPIED = MIB
-"""Bytes of a tensor that is copied in each step: kernels write BatchNorm's statistics around the
-version counter, and a frozen layer may be trained later."""
+"""The size up to which a tensor is copied in each step. Its version counter does not show every
+change: kernels write BatchNorm's statistics without counting, and a frozen layer may be trained
+later."""
 
-# ``.data = …`` may change them
+# Assigning to ``.data`` may change the shape and the number format of a tensor.
 _FORM = attrgetter("shape", "dtype")
 
 
 def is_small(tensor: Tensor, most_bytes: int = ALWAYS_COPIED) -> bool:
-    """Return whether a tensor is copied in each step, if it can be."""
+    """Return whether a tensor is small enough to be copied in each step."""
     return not tensor.is_sparse and tensor.nbytes <= most_bytes
 
 
 class Copies:
-    """Copies of the small tensors among those given, and of a large tensor once a step has changed
-    it."""
+    """Copies of small tensors, and of large tensors that an earlier step has changed.
+
+    Args:
+        most_bytes: the size up to which a tensor is always copied.
+    """
 
     def __init__(self, most_bytes: int = ALWAYS_COPIED) -> None:
-        self._most_bytes = most_bytes  # the largest tensor that is always copied
-        self._now: list[Tensor | None] = []
-        self._forms: list[Any] = []  # forms of the tensors that are copied
-        # targets and sources of one device and number format: a list of mixed ones would take
-        # torch's slow path, a kernel for each
+        self._most_bytes = most_bytes
+        self._tensors: list[Tensor | None] = []
+        # Copies and originals, grouped by device and number format. torch copies a list of mixed
+        # tensors slowly, with a kernel for each tensor.
         self._groups: list[tuple[list[Tensor], list[Tensor]]] = []
-        self._others: list[Tensor] = []  # that are not copied
-        self._versions: list[tuple[int, int]] = []  # theirs
-        self._changing: set[int] = set()  # indices of tensors that an earlier step changed
+        self._forms: list[Any] = []  # of the tensors that are copied
+        self._uncopied: list[Tensor] = []
+        self._uncopied_versions: list[tuple[int, int]] = []
+        self._changing: set[int] = set()  # ids of large tensors that an earlier step changed
 
-    def take(self, now: list[Tensor | None]) -> None:
-        """Take the values that tensors have now as those to go back to."""
-        copied = itertools.chain.from_iterable(sources for _, sources in self._groups)
-        if (
-            len(now) != len(self._now)
-            or not all(map(is_, now, self._now))
-            or self.is_lost
-            or list(map(_FORM, copied)) != self._forms
-        ):
-            self._arrange(now)
+    def take(self, tensors: list[Tensor | None]) -> None:
+        """Copy the present values of tensors, for :meth:`restore`."""
+        if not self._are_arranged(tensors):
+            self._arrange(tensors)
         with torch.no_grad():
-            for targets, sources in self._groups:
-                copy_at_once(torch, targets, sources)
+            for copies, originals in self._groups:
+                copy_at_once(torch, copies, originals)
 
-    def _arrange(self, now: list[Tensor | None]) -> None:
-        versions = versions_of(self._others)
-        both = zip(self._others, self._versions, versions, strict=True)
-        self._changing |= {id(tensor) for tensor, at, now_at in both if at != now_at}
-        pairs = (zip(*group, strict=True) for group in self._groups)
-        copies = {id(t): copy for copy, t in itertools.chain(*pairs)}
-        self._now = now
+    def _are_arranged(self, tensors: list[Tensor | None]) -> bool:
+        """Return whether the copies of the previous step suit these tensors."""
+        if len(tensors) != len(self._tensors) or not all(map(is_, tensors, self._tensors)):
+            return False
+        copied = itertools.chain.from_iterable(originals for _, originals in self._groups)
+        return not self.is_lost and list(map(_FORM, copied)) == self._forms
+
+    def _arrange(self, tensors: list[Tensor | None]) -> None:
+        """Choose the tensors to copy, and allocate copies. Earlier copies are used again."""
+        versions_now = versions_of(self._uncopied)
+        for uncopied, before, now in zip(
+            self._uncopied, self._uncopied_versions, versions_now, strict=True
+        ):
+            if before != now:
+                self._changing.add(id(uncopied))
+        copy_by_id: dict[int, Tensor] = {}
+        for copies, originals in self._groups:
+            copy_by_id.update(zip(map(id, originals), copies, strict=True))
+        self._tensors = tensors
         groups: defaultdict[Any, tuple[list[Tensor], list[Tensor]]]
         groups = defaultdict(lambda: ([], []))
-        self._others = []
-        for tensor in now:
+        self._uncopied = []
+        for tensor in tensors:
             if tensor is None:
                 continue
-            # made by the first pass, or never changed in place
-            is_kept = not (is_lazy(tensor) or tensor.is_inference())
+            # The first pass makes a lazy tensor. An inference tensor never changes in place.
+            can_change = not (is_lazy(tensor) or tensor.is_inference())
             is_copied = is_small(tensor, self._most_bytes) or id(tensor) in self._changing
-            if not (is_kept and is_copied):
-                self._others.append(tensor)
+            if not (can_change and is_copied):
+                self._uncopied.append(tensor)
                 continue
-            copy = copies.get(id(tensor))
+            copy = copy_by_id.get(id(tensor))
             if copy is None or _FORM(copy) != _FORM(tensor):
                 copy = torch.empty_like(tensor)
-            targets, sources = groups[tensor.device, tensor.dtype]
-            targets.append(copy)
-            sources.append(tensor)
+            copies, originals = groups[tensor.device, tensor.dtype]
+            copies.append(copy)
+            originals.append(tensor)
         self._groups = list(groups.values())
-        self._forms = [_FORM(t) for _, sources in self._groups for t in sources]
-        self._versions = versions_of(self._others)
+        self._forms = [_FORM(t) for _, originals in self._groups for t in originals]
+        self._uncopied_versions = versions_of(self._uncopied)
 
     @property
     def is_lost(self) -> bool:
-        """Whether a tensor without a copy was written to."""
-        return versions_of(self._others) != self._versions
+        """Whether a tensor without a copy was written to, so that it cannot be restored."""
+        return versions_of(self._uncopied) != self._uncopied_versions
 
     @torch.no_grad()
     def restore(self, only: Container[int] | None = None) -> None:
-        """Restore the values, or only those of the tensors with the ids in ``only``."""
-        for copies, tensors in self._groups:
-            pairs = [
-                (copy, tensor)
-                for copy, tensor in zip(copies, tensors, strict=True)
-                if only is None or id(tensor) in only
-            ]
-            for copy, tensor in pairs:
-                if tensor.shape != copy.shape:  # an observer's grow
+        """Restore the values of all tensors.
+
+        Args:
+            only: the ids of the tensors to restore. None: all.
+        """
+        for copies, originals in self._groups:
+            sources = []
+            targets = []
+            for copy, tensor in zip(copies, originals, strict=True):
+                if only is not None and id(tensor) not in only:
+                    continue
+                # The buffers of a quantization observer grow.
+                if tensor.shape != copy.shape:
                     tensor.resize_(copy.shape)
-            if pairs:
-                sources, targets = zip(*pairs, strict=True)
+                sources.append(copy)
+                targets.append(tensor)
+            if targets:
                 copy_at_once(torch, targets, sources)

@@ -1,4 +1,9 @@
-"""Gradients that are there before a step or a call, which it must not lose when it is repeated."""
+"""Gradients from before a step or a call, which a repeat must neither lose nor count twice.
+
+:class:`LaidAside` serves :mod:`.step_start`, which knows when a step ends. :class:`GradientsBefore`
+serves :mod:`.oom_handler`, which repeats any function of the user's. Both work in the process that
+trains.
+"""
 
 from __future__ import annotations
 
@@ -15,38 +20,35 @@ from robust_train.step.reachable import modules_of
 
 
 class LaidAside:
-    """The gradient of earlier batches, kept aside while a step computes a new gradient for its
-    parameter."""
+    """The gradient of earlier batches, kept aside while a step computes a new gradient."""
 
     def __init__(self, parameter: Tensor, gradient: Tensor) -> None:
         self.parameter = parameter
-        # the same tensor until the end: others may have a view of it
+        # The same tensor until the end, because a view of it may exist elsewhere.
         self.gradient = gradient
         self._is_away = False
         self._on_host: Tensor | None = None  # None if all values are 0
 
     @property
-    def may_leave(self) -> bool:
-        """Whether it takes memory of a GPU that it can leave, as a view into a bucket cannot."""
+    def can_leave(self) -> bool:
+        """Whether moving the gradient to the host would free GPU memory."""
         gradient = self.gradient
         is_plain = type(gradient) is Tensor and not gradient.is_sparse
-        return (
-            is_plain
-            and is_on_gpu(gradient)
-            and not self._is_away
-            and gradient.untyped_storage().nbytes() == gradient.nbytes
-        )
+        if self._is_away or not is_plain or not is_on_gpu(gradient):
+            return False
+        # A view into a larger storage, such as DDP's buckets, cannot free that storage.
+        return gradient.untyped_storage().nbytes() == gradient.nbytes
 
     def leave(self) -> None:
-        """Move the values to the host. The gradient must not be read until they are back."""
-        # zero_grad(set_to_none=False) leaves zeros, which need no copy
+        """Move the values to the host. Do not read the gradient before `come_back`."""
+        # zero_grad(set_to_none=False) leaves zeros, which need no copy.
         if self.gradient.any():
             self._on_host = self.gradient.detach().to("cpu", copy=True)
         self._is_away = True
         self.gradient.untyped_storage().resize_(0)
 
     def come_back(self) -> None:
-        """Give the gradient its values again."""
+        """Move the values back to the GPU."""
         if not self._is_away:
             return
         self.gradient.untyped_storage().resize_(self.gradient.nbytes)
@@ -58,7 +60,7 @@ class LaidAside:
         self._is_away = False
 
     def add(self) -> None:
-        """Add the step's gradient, and make the sum the parameter's."""
+        """Add the step's gradient to this gradient, and give the sum to the parameter."""
         new = self.parameter.grad
         before = self.gradient
         self.come_back()
@@ -72,7 +74,7 @@ class LaidAside:
 def are_zeros(gradients: Sequence[Tensor]) -> bool:
     """Return whether gradients are all zeros, as ``zero_grad(set_to_none=False)`` leaves them.
 
-    If gradients are not zeros, the first shows it. A GPU is not asked: the host would wait for it.
+    Gradients on a GPU count as other values, because the host would have to wait for the answer.
     """
     return bool(gradients) and all(
         type(gradient) is Tensor
@@ -83,16 +85,20 @@ def are_zeros(gradients: Sequence[Tensor]) -> bool:
 
 
 def is_on_gpu(tensor: Tensor) -> bool:
-    """Return whether a tensor takes memory other than the host's."""
+    """Return whether a tensor is on a device other than the host."""
     return tensor.device.type != "cpu"
 
 
-def _none() -> None: ...
+def _no_gradient() -> None:
+    """Stand for the weak reference to a gradient that does not exist."""
 
 
 @dataclass(frozen=True)
 class _Before:
-    """A parameter before a call. Its gradient is not held: most functions make another."""
+    """A parameter and its gradient before a call.
+
+    The gradient is not kept alive, because most functions drop it and make a new gradient.
+    """
 
     parameter: weakref.ref[Tensor]
     gradient: Callable[[], Tensor | None]
@@ -102,16 +108,17 @@ class _Before:
 
     @torch.no_grad()
     def restore(self) -> bool:
-        """Give the parameter its gradient back, and return whether that is possible."""
+        """Restore the parameter's gradient, and return whether that was possible."""
         parameter = self.parameter()
         if parameter is None:
             return True
         gradient = self.gradient()
         if self.values is None:
-            has_it = gradient is not None and parameter.grad is gradient
-            if not has_it:
-                parameter.grad = None
-            return not has_it or version_of(gradient) == self.version
+            is_same = gradient is not None and parameter.grad is gradient
+            if is_same:
+                return version_of(gradient) == self.version
+            parameter.grad = None
+            return True
         if gradient is None:
             gradient = self.values.to(parameter.device)
         elif version_of(gradient) != self.version:
@@ -121,13 +128,13 @@ class _Before:
 
     @property
     def was_written(self) -> bool:
-        """Whether the parameter itself has changed, as far as its version shows."""
+        """Whether the parameter itself was written to, judged by its version counter."""
         parameter = self.parameter()
         return parameter is not None and version_of(parameter) != self.version_of_weights
 
     @property
     def was_dropped(self) -> bool:
-        """Whether the parameter has another gradient now, or none."""
+        """Whether the parameter has a new gradient now, or none."""
         parameter = self.parameter()
         gradient = self.gradient()
         return parameter is None or gradient is None or parameter.grad is not gradient
@@ -136,8 +143,8 @@ class _Before:
 class GradientsBefore:
     """The gradients at the start of a call that is repeated if memory runs out.
 
-    A function that drops existing gradients does not need them back. For any other function, values
-    are copied to the host before each call. The first complete call shows which kind it is.
+    If the function drops existing gradients, they need no copy. For any other function, they are
+    copied to the host before each call. The first complete call shows which kind it is.
     """
 
     def __init__(self) -> None:
@@ -145,47 +152,61 @@ class GradientsBefore:
         self._before: dict[int, _Before] = {}
 
     def begin(self, trained: Any) -> None:
-        """Note the gradients of all that ``trained`` (modules, functions, arguments) reaches."""
+        """Record the gradients of all modules that ``trained`` reaches.
+
+        Args:
+            trained: modules, functions, their arguments, or any nesting of these.
+        """
         self._before = {}
-        for parameter in (parameter for m in modules_of(trained) for parameter in m.parameters()):
+        for parameter in _parameters_of(trained):
             gradient = parameter.grad
             values = None
             if gradient is not None and not self._drops:
                 values = gradient.detach().to("cpu", copy=True)
             self._before[id(parameter)] = _Before(
                 weakref.ref(parameter),
-                _none if gradient is None else weakref.ref(gradient),
+                _no_gradient if gradient is None else weakref.ref(gradient),
                 version_of(gradient),
                 values,
                 version_of(parameter),
             )
 
     def end(self) -> None:
-        """Learn from a complete call whether the next calls need copies."""
-        had = [gradient for gradient in self._before.values() if gradient.gradient is not _none]
-        if had:
-            drops = all(gradient.was_dropped for gradient in had)
+        """Find out after a complete call whether the next calls need copies."""
+        existing = [
+            before for before in self._before.values() if before.gradient is not _no_gradient
+        ]
+        if existing:
+            drops = all(before.was_dropped for before in existing)
             self._drops = drops and self._drops is not False
 
     @property
-    def weights_have_changed(self) -> bool:
-        """Whether a backward pass of the call may have updated what was there before it."""
-        parameters = (gradient.parameter() for gradient in self._before.values())
+    def has_optimizer_in_backward(self) -> bool:
+        """Whether an optimizer steps within the backward passes of the call."""
+        parameters = (before.parameter() for before in self._before.values())
         return any(map(steps_in_backward, parameters))
 
     @property
     def weights_were_written(self) -> bool:
-        """Whether the call has changed weights, for example by an optimizer's step."""
-        return any(gradient.was_written for gradient in self._before.values())
+        """Whether the call has changed weights, for example in ``optimizer.step()``."""
+        return any(before.was_written for before in self._before.values())
 
-    def restore(self, made: Iterable[Tensor] = ()) -> bool:
-        """Go back to the start of the call, and return whether that is possible.
+    def restore(self, trained: Iterable[Tensor] = ()) -> bool:
+        """Restore the gradients from the start of the call, and return whether that was possible.
 
-        ``made`` are leaves that the failed call trained.
+        Args:
+            trained: leaf tensors of the failed call. New tensors among them lose their gradients.
         """
-        for tensor in made:
+        for tensor in trained:
             earlier = self._before.get(id(tensor))
             if earlier is None or earlier.parameter() is not tensor:
                 tensor.grad = None
-        restored = [gradient.restore() for gradient in self._before.values()]
+        restored = [before.restore() for before in self._before.values()]
         return all(restored)
+
+
+def _parameters_of(trained: Any) -> list[Tensor]:
+    parameters: list[Tensor] = []
+    for module in modules_of(trained):
+        parameters += module.parameters()
+    return parameters

@@ -1,7 +1,8 @@
-"""Recovery from out-of-memory errors inside one process, without the launcher.
+"""Call a function again with a smaller batch if memory runs out, without the launcher.
 
-It uses the launcher's classifier and sizes. Other failures are raised at once, the effective batch
-is kept, and memory is really released before the next try.
+Users call `OOMHandler`, `retry_on_oom` and `adaptive_batch_training` in their own process. The
+effective batch size stays the same. The memory of a failed call is released before the next call,
+and its gradients are restored. Other failures are raised at once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from robust_train.failures.shortage import do_without_onednn
 from robust_train.memory.clearing import StartingMemory, has_half_updated, release_memory
 from robust_train.memory.tensors import leaves_in
 from robust_train.model.errors import AttemptsExhaustedError
-from robust_train.model.failure import Clue, FailureKind
+from robust_train.model.failure import Clue, Failure, FailureKind
 from robust_train.policy.sizes import next_smaller
 from robust_train.step.gradients import GradientsBefore
 from robust_train.step.reachable import STEPS_IN_BACKWARD
@@ -49,21 +50,21 @@ class OOMHandler:
                 if not handler.handle(error):
                     raise
 
-    After a failed try, its frames are emptied and gradients are restored. If it still holds more
-    than 1 percent of the memory at the start, a line is logged.
+    After a failed try, the variables of its functions are dropped and gradients are restored. If
+    more than 1 percent of the memory at the start stays in use, a warning says so.
 
     Args:
-        initial_batch_size: micro-batch of the first try.
-        min_batch_size: the smallest micro-batch to try.
+        initial_batch_size: micro-batch size of the first try.
+        min_batch_size: the smallest micro-batch size to try.
         gradient_accumulation_steps: accumulation of the first try. It grows as the batch shrinks.
-        max_retries: the number of tries after the first. None: as many as there are sizes.
-        preserve_effective_batch_size: False leaves the accumulation as it is.
-        batch_argument: the parameter of the function passed to `run` that is the batch.
+        max_retries: the maximum number of tries after the first. None: no limit.
+        preserve_effective_batch_size: False never changes the accumulation.
+        batch_argument: the parameter for the batch size of the function passed to `run`.
         check_memory: False skips the comparison with the memory at the start, which takes about
             ten milliseconds here and after each failure.
 
     Attributes:
-        batch_size: micro-batch to use now.
+        batch_size: micro-batch size to use now.
         gradient_accumulation_steps: accumulation to use now.
 
     Raises:
@@ -92,7 +93,7 @@ class OOMHandler:
             )
         self.batch_size = initial_batch_size
         self.gradient_accumulation_steps = gradient_accumulation_steps
-        # samples to preserve in an optimizer step, 0 for none
+        # Number of samples in each optimizer step. 0: it may change.
         self._effective = 0
         if preserve_effective_batch_size:
             self._effective = initial_batch_size * gradient_accumulation_steps
@@ -113,11 +114,11 @@ class OOMHandler:
         self._gradients.begin(trained)
 
     def handle(self, error: BaseException) -> bool:
-        """Take a failure: release its memory, restore gradients, and make the batch smaller.
+        """Handle a failure: release its memory, restore gradients, and make the batch smaller.
 
         Returns:
-            Whether to try again. False if the failure is not a lack of memory, or if it is unclear
-            and happened at every size.
+            Whether to try again. False if memory did not run out, or if that is unclear and the
+            failure happened at every size.
 
         Raises:
             AttemptsExhaustedError: memory ran out at the smallest batch, or within an optimizer's
@@ -127,27 +128,11 @@ class OOMHandler:
         if not failure.kind.is_memory:
             return False
         trained = leaves_in(error)
-        writes = self._gradients.weights_were_written
-        is_half_updated = has_half_updated(error, weights_were_written=writes)
+        weights_were_written = self._gradients.weights_were_written
+        is_half_updated = has_half_updated(error, weights_were_written=weights_were_written)
         release_memory(error)
-        if is_half_updated:
-            raise AttemptsExhaustedError(
-                "out of memory within optimizer.step(), which may have updated some of the weights "
-                "or moments, so the call is not repeated; a smaller batch does not help there: "
-                "step after it, or use MicroBatcher.backward"
-            ) from error
-        if self._gradients.weights_have_changed:
-            raise AttemptsExhaustedError(
-                "out of memory in a call that cannot be repeated: an optimizer "
-                f"{STEPS_IN_BACKWARD} (register_post_accumulate_grad_hook); step after it"
-            ) from error
-        if not self._gradients.restore(trained):
-            raise AttemptsExhaustedError(
-                "out of memory in a call that has added to the gradients of an earlier one, where "
-                "calls before it had dropped what they found: drop or keep them in every call, or "
-                "use MicroBatcher.backward"
-            ) from error
-        left = None if self._start is None else self._start.describe_rest()
+        self._restore_gradients(error, trained, is_half_updated=is_half_updated)
+        leftover = None if self._start is None else self._start.describe_rest()
         do_without_onednn(failure)
         before = self.batch_size
         self._tried[before] = (
@@ -158,10 +143,49 @@ class OOMHandler:
             if failure.evidence.clue == Clue.UNCLEAR:
                 return False
             sizes = ", ".join(map(str, self._tried))
+            tries = "\n".join(self._tried.values())
             raise AttemptsExhaustedError(
-                f"out of memory at every batch size tried ({sizes}):\n"
-                + "\n".join(self._tried.values())
+                f"out of memory at every batch size tried ({sizes}):\n{tries}"
             ) from error
+        self._shrink(failure)
+        if weights_were_written:
+            log.warning(
+                "the call had changed weights before memory ran out, as optimizer.step() does: "
+                "they stay changed, and the next try changes them again"
+            )
+        if leftover:
+            log.warning("%s", leftover)
+        return True
+
+    def _restore_gradients(
+        self, error: BaseException, trained: list[Any], *, is_half_updated: bool
+    ) -> None:
+        """Restore the gradients from before a failed call.
+
+        Raises:
+            AttemptsExhaustedError: the call cannot be repeated.
+        """
+        if is_half_updated:
+            raise AttemptsExhaustedError(
+                "out of memory within optimizer.step(), which may have updated some of the weights "
+                "or moments, so the call is not repeated; a smaller batch does not help there: "
+                "step after it, or use MicroBatcher.backward"
+            ) from error
+        if self._gradients.has_optimizer_in_backward:
+            raise AttemptsExhaustedError(
+                "out of memory in a call that cannot be repeated: an optimizer "
+                f"{STEPS_IN_BACKWARD} (register_post_accumulate_grad_hook); step after it"
+            ) from error
+        if not self._gradients.restore(trained):
+            raise AttemptsExhaustedError(
+                "out of memory in a call that has added to existing gradients, although earlier "
+                "calls had dropped them: drop or keep them in every call, or use "
+                "MicroBatcher.backward"
+            ) from error
+
+    def _shrink(self, failure: Failure) -> None:
+        """Use the next smaller size, and adapt the accumulation."""
+        before = self.batch_size
         self.batch_size = next_smaller(before, self._least, self._effective)
         if self._effective:
             self.gradient_accumulation_steps = -(-self._effective // self.batch_size)
@@ -172,26 +196,19 @@ class OOMHandler:
             self.batch_size,
             self.gradient_accumulation_steps,
         )
-        if writes:
-            log.warning(
-                "the call had changed weights before memory ran out, as optimizer.step() does: "
-                "they stay as they are, and the next try changes them again"
-            )
-        if left:
-            log.warning("%s", left)
-        return True
 
     def run(self, train_fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Call ``train_fn`` until it fits, and return its result.
 
-        It gets the batch by keyword if it has a parameter called ``batch_argument``, else as its
-        first argument. It gets ``gradient_accumulation_steps`` if it has that parameter.
+        The function gets the batch size by keyword if it has a parameter called ``batch_argument``,
+        else as its first argument. It gets ``gradient_accumulation_steps`` if it has that
+        parameter.
 
         Raises:
-            TypeError: it is a generator or a coroutine.
-            AttemptsExhaustedError: it does not fit at ``min_batch_size`` either.
+            TypeError: the function is a generator or a coroutine.
+            AttemptsExhaustedError: the function does not fit even at ``min_batch_size``.
         """
-        _must_be_plain(train_fn, "OOMHandler.run")
+        _refuse_generators(train_fn, "OOMHandler.run")
         parameters = signature_of(train_fn).parameters
         is_named = self._batch_argument in parameters
 
@@ -207,9 +224,12 @@ class OOMHandler:
         return self.run_call(call, GradientsBefore(), (train_fn, args, kwargs))
 
     def run_call(self, call: Callable[[], T], gradients: GradientsBefore, trained: Any) -> T:
-        """Call ``call``, which reads the sizes here, until it fits, and return its result.
+        """Run ``call`` until it fits, and return its result.
 
-        ``gradients`` belong to ``trained`` and the modules that it reaches.
+        Args:
+            call: reads the sizes from this handler.
+            gradients: records the gradients before each call.
+            trained: the modules, functions and arguments whose gradients are recorded.
         """
         self._gradients = gradients
         while True:
@@ -233,22 +253,22 @@ def adaptive_batch_training(
     max_retries: int | None = None,
     batch_argument: str = "batch_size",
 ) -> T:
-    """Call ``train_fn`` with smaller batches until it fits, by an `OOMHandler`.
+    """Call ``train_fn`` with smaller batches until it fits, as `OOMHandler.run` does.
 
     Args:
-        train_fn: called with the batch, and with the accumulation if it has that parameter.
-        initial_batch_size: micro-batch of the first call.
-        min_batch_size: the smallest micro-batch to try.
+        train_fn: called with the batch size, and with the accumulation if it has that parameter.
+        initial_batch_size: micro-batch size of the first call.
+        min_batch_size: the smallest micro-batch size to try.
         gradient_accumulation_steps: accumulation of the first call. It grows as the batch shrinks.
-        max_retries: the number of calls after the first. None: as many as there are sizes.
-        batch_argument: the parameter of ``train_fn`` that is the batch.
+        max_retries: the maximum number of calls after the first. None: no limit.
+        batch_argument: the parameter of ``train_fn`` for the batch size.
 
     Returns:
         The result of the call that fits.
 
     Raises:
         TypeError: ``train_fn`` is a generator or a coroutine.
-        AttemptsExhaustedError: it does not fit at ``min_batch_size`` either.
+        AttemptsExhaustedError: ``train_fn`` does not fit even at ``min_batch_size``.
     """
     handler = OOMHandler(
         initial_batch_size,
@@ -274,17 +294,17 @@ def retry_on_oom(
     min_batch_size: int = 1,
     batch_argument: str = "batch_size",
 ) -> Callable[..., Any]:
-    """Decorate a function or method: it is called with half the batch when memory runs out.
+    """Decorate a function or method to be called again with half the batch if memory runs out.
 
-    The batch is the argument called ``batch_argument``. An argument ``gradient_accumulation_steps``
-    is multiplied to match, so that the effective batch stays the same. Gradients are restored after
-    a failed call. If the function adds to existing gradients instead of dropping them, each call
-    copies them to the host. `MicroBatcher.backward` does not.
+    The batch size is the argument called ``batch_argument``. An argument
+    ``gradient_accumulation_steps`` is multiplied to match, so that the effective batch stays the
+    same. Gradients are restored after a failed call. If the function adds to existing gradients
+    instead of dropping them, each call copies them to the host. `MicroBatcher.backward` does not.
 
     Args:
-        max_retries: the number of calls after the first.
-        min_batch_size: no call uses a smaller batch.
-        batch_argument: the parameter of the function that is the batch.
+        max_retries: the maximum number of calls after the first.
+        min_batch_size: the smallest batch size to try.
+        batch_argument: the parameter of the function for the batch size.
 
     Returns:
         A decorator. The decorated function returns the result of the call that succeeded.
@@ -295,7 +315,7 @@ def retry_on_oom(
     """
 
     def decorate(function: Callable[..., T]) -> Callable[..., T]:
-        _must_be_plain(function, "retry_on_oom")
+        _refuse_generators(function, "retry_on_oom")
         signature = signature_of(function)
         if batch_argument not in signature.parameters:
             raise TypeError(
@@ -331,14 +351,14 @@ def retry_on_oom(
     return decorate if function is None else decorate(function)
 
 
-def _must_be_plain(function: Callable[..., Any], user: str) -> None:
-    """Refuse a generator or coroutine: its body runs only after the call that we would repeat."""
+def _refuse_generators(function: Callable[..., Any], user: str) -> None:
+    """Refuse a generator or coroutine, whose body runs only after the call has returned."""
     kinds: dict[str, Callable[[Any], bool]] = {
         "a generator": inspect.isgeneratorfunction,
         "an async function": inspect.iscoroutinefunction,
         "an async generator": inspect.isasyncgenfunction,
     }
-    # a callable object is judged by its __call__
+    # A callable object runs its __call__.
     called = getattr(type(function), "__call__", None)  # noqa: B004
     for kind, is_kind in kinds.items():
         if is_kind(function) or is_kind(called):

@@ -1,4 +1,9 @@
-"""All that a pass may change, to go back to when a split is checked."""
+"""Record all that a pass may change, and restore it any number of times.
+
+The check of a split uses a :class:`PassState` in the process that trains. It computes several
+losses of the same samples, and each must begin in the same state and leave no trace. Unlike
+:mod:`.step_start`, it also restores weights and the variables of the user's function.
+"""
 
 from __future__ import annotations
 
@@ -19,41 +24,51 @@ from robust_train.readable import MIB
 from robust_train.step.attributes import Attributes
 from robust_train.step.buffers import Buffers
 from robust_train.step.reachable import (
-    MOST_ITEMS,
+    MAX_ITEMS,
+    find_participants,
+    keep_attributes,
     names_in,
     parameters_of,
-    taking_part,
-    with_modules_inside,
 )
 from robust_train.step.rng import GeneratorStates
 
-# bytes of a buffer or of all frozen weights that are copied for a check, which is made once
-_MOST_COPIED = 1024 * MIB
-# bytes of a tensor among a function's variables that is copied for a check: a data set is larger
-_MOST_OF_TENSOR = 64 * MIB
+# A buffer, or all frozen weights together, are copied up to this size. A check runs only once.
+_MAX_COPIED_BYTES = 1024 * MIB
+# A tensor among a function's variables is copied up to this size. A data set is larger.
+_MAX_VARIABLE_BYTES = 64 * MIB
+_FRAMEWORKS = frozenset(
+    (
+        *("torch", "robust_train", "lightning", "pytorch_lightning"),
+        *("transformers", "accelerate", "builtins", "logging", "threading"),
+    )
+)
+_CONTAINERS = (list, dict, set, deque)
 
 
 class PassState:
-    """All that a pass may change besides gradients, to go back to any number of times."""
+    """All that a pass may change, except gradients.
+
+    Args:
+        models: the modules that learn.
+        function: the function of the pass, which may reach further modules and variables.
+        reported: attributes that a log line has already reported as impossible to restore.
+    """
 
     def __init__(
-        self,
-        models: Iterable[nn.Module],
-        function: Any = None,
-        named: set[str] | None = None,  # a line already said that these change
+        self, models: Iterable[nn.Module], function: Any = None, reported: set[str] | None = None
     ) -> None:
-        modules, self.generators = taking_part(models, function)
-        self._attributes = Attributes(named)
-        self.modules = with_modules_inside(self._attributes, modules)
+        modules, self.generators = find_participants(models, function)
+        self._attributes = Attributes(reported)
+        self.modules = keep_attributes(self._attributes, modules)
         self.random_numbers = GeneratorStates(self.generators)
-        self._buffers = Buffers(most_bytes=_MOST_COPIED)
+        self._buffers = Buffers(most_bytes=_MAX_COPIED_BYTES)
         self._buffers.keep(self.modules)
         self._weights = _Originals(_weights_in(self.modules))
         self._variables = _Variables(function)
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Go back to the state at the beginning."""
+        """Restore the state."""
         self._attributes.restore()
         self._buffers.restore()
         self.random_numbers.restore()
@@ -62,29 +77,36 @@ class PassState:
 
 
 def _weights_in(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Return the weights that a pass may change: a moving average is updated in passes, and few
-    freeze it. More weights than a usual network has are a base model, which stays as it is."""
+    """Return the weights that a pass may change.
+
+    A moving average of weights is updated within passes, and may be trainable or frozen. If all of
+    them are too large, only frozen weights are returned, and if those are too large, none: they are
+    a base model, which does not change.
+    """
     weights = parameters_of(modules)
     frozen = [weight for weight in weights if not weight.requires_grad]
-    # A trained one that is sharded is not copied to the host.
+    # Sharded weights that are trained are not copied to the host.
     plain = [
         weight
         for weight in weights
         if weight.requires_grad and type(weight) in (Tensor, nn.Parameter)
     ]
     for candidates in ([*frozen, *plain], frozen):
-        if sum(weight.nbytes for weight in candidates) <= _MOST_COPIED:
+        if sum(weight.nbytes for weight in candidates) <= _MAX_COPIED_BYTES:
             return candidates
     return []
 
 
 class _Originals:
-    """Tensors with copies of their values. One that was not written to stays untouched, since its
-    version shows other checks whether the step has changed it."""
+    """Tensors with copies of their values.
+
+    A tensor that was not written to is not restored, because its new version would look like a
+    change by the step.
+    """
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self._tensors = tensors
-        # Memory is short on the device: that of what is trained is needed for activations.
+        # Copies of trained tensors go to the host: the device's memory is needed for activations.
         self._copies = [
             tensor.detach().to("cpu", copy=True)
             if tensor.requires_grad
@@ -95,7 +117,7 @@ class _Originals:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put back the values of the tensors that were written to."""
+        """Restore the values of the tensors that were written to."""
         versions = versions_of(self._tensors)
         if versions == self._versions:
             return
@@ -108,56 +130,58 @@ class _Originals:
 
 
 class _Variables:
-    """The values of variables that a function names (counters, lists of losses, meters, centers),
-    for restoring them. They are variables that it closes over, global variables, and attributes of
-    its owner. Containers and objects are kept one level deep."""
+    """The variables that a function names, with their values: counters, lists of losses, meters.
+
+    They are variables that it closes over, global variables, and attributes of the object whose
+    method it is. Containers and objects are kept one level deep.
+    """
 
     def __init__(self, function: Any) -> None:
-        self._places: list[tuple[Callable[[Any], None], Any]] = []
+        # Functions that assign to a variable, each with the value to assign.
+        self._assignments: list[tuple[Callable[[Any], None], Any]] = []
+        # Containers, each with a copy of its content.
         self._contents: list[tuple[Any, Any]] = []
         self._tensors: list[Tensor] = []
         owner = getattr(function, "__self__", None)
         plain = getattr(function, "__func__", function)
         if owner is not None and not isinstance(owner, (nn.Module, type)):
-            self._take_attributes(owner)
+            self._keep_attributes(owner)
         if isinstance(plain, FunctionType):
-            self._take_all_of(plain)
+            self._keep_variables(plain)
         self._values = _Originals(self._tensors)
 
-    def _take_all_of(self, function: FunctionType) -> None:
+    def _keep_variables(self, function: FunctionType) -> None:
         for cell in function.__closure__ or ():
-            with contextlib.suppress(ValueError):  # It may have no value yet.
-                self._take(cell.cell_contents, partial(setattr, cell, "cell_contents"))
+            with contextlib.suppress(ValueError):  # The variable may have no value yet.
+                self._keep(cell.cell_contents, partial(setattr, cell, "cell_contents"))
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            self._take(value, _ignore)
+            self._keep(value, _assign_nothing)
         variables = function.__globals__
         for name in names_in(function.__code__):
             if name in variables:
-                self._take(variables[name], partial(variables.__setitem__, name))
+                self._keep(variables[name], partial(variables.__setitem__, name))
 
-    def _take(
-        self, value: Any, put_back: Callable[[Any], None], *, is_inside: bool = False
-    ) -> None:
+    def _keep(self, value: Any, assign: Callable[[Any], None], *, is_inside: bool = False) -> None:
         if value is None or isinstance(value, (bool, int, float, str)):
-            self._places.append((put_back, value))
+            self._assignments.append((assign, value))
         elif isinstance(value, Tensor):
-            self._places.append((put_back, value))
-            if not value.requires_grad and value.nbytes <= _MOST_OF_TENSOR:
+            self._assignments.append((assign, value))
+            if not value.requires_grad and value.nbytes <= _MAX_VARIABLE_BYTES:
                 self._tensors.append(value)
-        elif isinstance(value, _CONTAINERS) and len(value) <= MOST_ITEMS:
+        elif isinstance(value, _CONTAINERS) and len(value) <= MAX_ITEMS:
             self._contents.append((value, copy(value)))
         elif not is_inside and _is_of_user(value):
-            self._take_attributes(value)
+            self._keep_attributes(value)
 
-    def _take_attributes(self, owner: Any) -> None:
+    def _keep_attributes(self, owner: Any) -> None:
         home = getattr(owner, "__dict__", {})
         for name, value in list(home.items()):
-            self._take(value, partial(home.__setitem__, name), is_inside=True)
+            self._keep(value, partial(home.__setitem__, name), is_inside=True)
 
     def restore(self) -> None:
-        """Give the variables and containers what they had."""
-        for put_back, value in self._places:
-            put_back(value)
+        """Restore the values of the variables and the content of the containers."""
+        for assign, value in self._assignments:
+            assign(value)
         self._values.restore()
         for container, content in self._contents:
             if isinstance(container, list):
@@ -171,21 +195,15 @@ class _Variables:
 
 
 def _is_of_user(value: Any) -> bool:
-    """Return whether an object is a meter or the like: of others, threads may change attributes."""
+    """Return whether an object is of a class of the user's, for example a meter.
+
+    The attributes of a framework's objects may be changed by threads at any time.
+    """
     if isinstance(value, (nn.Module, type, FunctionType, type(sys))):
         return False
     package = type(value).__module__.partition(".")[0]
-    return package not in _OF_FRAMEWORKS
+    return package not in _FRAMEWORKS
 
 
-_OF_FRAMEWORKS = frozenset(
-    (
-        *("torch", "robust_train", "lightning", "pytorch_lightning"),
-        *("transformers", "accelerate", "builtins", "logging", "threading"),
-    )
-)
-_CONTAINERS = (list, dict, set, deque)
-
-
-def _ignore(value: Any) -> None:
-    """Restore nothing: a default cannot be rebound."""
+def _assign_nothing(value: Any) -> None:
+    """Do nothing, because the default of a parameter cannot be assigned to."""

@@ -1,6 +1,8 @@
-"""The largest micro-batch that fits, found by trying some and measuring what they need.
+"""Find the largest micro-batch that fits, by running a few sizes and measuring their memory.
 
-What to try is decided in `sizes`.
+Users call :func:`find_batch_size` in any process. In the launcher's attempts, the first step of a
+job calls :func:`search_size` in the process that trains. `policy/sizes.py` decides which size to
+try next, from the memory that earlier sizes took.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ class FoundBatchSize:
     """The result of a search. Memory is in bytes.
 
     Attributes:
-        batch_size: the largest micro-batch that fits, or None if not even the smallest does.
+        batch_size: the largest micro-batch that fits, or None if even the smallest does not fit.
         probes: the tries, in order.
         rest_bytes: memory in use before a pass.
         limit_bytes: memory available to a pass, without the optimizer's future share.
@@ -67,32 +69,38 @@ class FoundBatchSize:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as the journal and ``summary.json`` have it."""
+        """Return the fields as they stand in the journal and in ``summary.json``."""
         return {**asdict(self), "seconds": round(self.seconds, 3)}
 
 
 def _outcome(probe: Probe, limits: Limits) -> str:
     if probe.peak_bytes is None:
         return "out of memory"
-    return shown(probe.peak_bytes) + ("" if fits(probe, limits) else ", too near the limit")
+    peak = shown(probe.peak_bytes)
+    return peak if fits(probe, limits) else f"{peak}, too near the limit"
 
 
 def search_size(
     run: Callable[[int], object],
     start: StepStart,
-    sizes: Sequence[int],  # the candidates, the smallest first
-    meter: Meter,  # measures the device
-    reserve_bytes: int = 0,  # memory that training needs in addition to a pass
-    # that the optimizer takes for the time of a step, when the pass's activations are gone: a
-    # size fits if both the pass and the step do
+    sizes: Sequence[int],
+    meter: Meter,
+    reserve_bytes: int = 0,
     step_bytes: int = 0,
 ) -> FoundBatchSize:
-    """Call ``run(size)``, a pass of that many samples, until the largest that fits is found.
+    """Find the largest size for which ``run(size)`` fits into memory.
 
-    Gradients, buffers and generators go back to their ``start`` after each pass.
+    Args:
+        run: a pass of that number of samples.
+        start: the state that is restored after each pass.
+        sizes: the candidates, the smallest first.
+        meter: measures the memory of the device.
+        reserve_bytes: memory that training needs in addition to a pass.
+        step_bytes: memory that the optimizer takes during its step. By then the activations of the
+            pass are free, so a size fits if both the pass and the step fit.
     """
     started = time.monotonic()
-    # gradients of zeros stand for them: a step that adds to them needs no more
+    # Gradients of zeros take their place: they need as much memory.
     start.move_aside_to_host()
     probes: list[Probe] = []
     limits = Limits()
@@ -100,36 +108,43 @@ def search_size(
         start.make_gradients()
         rest = meter.begin()
         limit = meter.limit() - reserve_bytes
-        # threads and workspaces come with the first pass and stay
-        limit = min(limit, limits.limit_bytes) if probes else limit
+        if probes:
+            # Threads and workspaces of the first pass stay, and must not look like more room.
+            limit = min(limit, limits.limit_bytes)
         limits = Limits(rest, limit)
         if rest + step_bytes > limit:
             log.warning(
                 "no batch fits: the optimizer's step takes %s for a copy of all parameters; "
-                "foreach=False or fused=True spares it",
+                "foreach=False or fused=True avoids the copy",
                 shown(step_bytes),
             )
             break
         peak = None
-        if _goes_through(run, size):
+        if _try_size(run, size):
             peak = meter.peak()
             limits = Limits(rest, min(limit, meter.limit() - reserve_bytes))
         probes.append(Probe(size, peak))
         start.rewind()
     start.rewind()
-    meter.begin()  # the peak counts from here on, as if nothing was tried
+    meter.begin()  # The peak of the training that follows must not include the probes.
     best = largest_that_fits(probes, limits)
+    batch_size = None
+    measured_bytes = None
+    if best is not None:
+        batch_size = best.batch_size
+        measured_bytes = best.peak_bytes
     return FoundBatchSize(
-        batch_size=None if best is None else best.batch_size,
+        batch_size=batch_size,
         probes=tuple(probes),
         rest_bytes=limits.rest_bytes,
         limit_bytes=limits.limit_bytes,
-        measured_bytes=None if best is None else best.peak_bytes,
+        measured_bytes=measured_bytes,
         seconds=time.monotonic() - started,
     )
 
 
-def _goes_through(run: Callable[[int], object], size: int) -> bool:
+def _try_size(run: Callable[[int], object], size: int) -> bool:
+    """Run a pass, and return whether it fits. Any other error is raised."""
     try:
         run(size)
     except Exception as error:
@@ -164,9 +179,9 @@ def find_batch_size(
     change the weights.
 
     Args:
-        try_batch: a forward and backward pass of that many samples.
+        try_batch: runs a forward and backward pass of the given number of samples.
         max_batch_size: the largest size to consider.
-        min_batch_size: the smallest.
+        min_batch_size: the smallest size to consider.
         model: the module that gets gradients, or several. None: the modules that ``try_batch``
             closes over.
         device: the device whose memory counts. None: the model's device. If the model has no
@@ -196,17 +211,14 @@ def find_batch_size(
     models = models_of(model, try_batch)
     start = StepStart(Watch(), models, try_batch)
     parameters = start.parameters()
-    state_bytes, step_bytes = (0, 0) if model is None else optimizer_bytes(parameters)
-    where = device_of(parameters) if device is None else torch.device(device)
+    step_bytes = 0
+    if model is not None:
+        state_bytes, step_bytes = optimizer_bytes(parameters)
+        reserve_bytes += state_bytes
+    measured_device = device_of(parameters) if device is None else torch.device(device)
+    meter = Meter(measured_device, memory_fraction)
     try:
-        search = search_size(
-            try_batch,
-            start,
-            sizes,
-            Meter(where, memory_fraction),
-            reserve_bytes + state_bytes,
-            step_bytes,
-        )
+        search = search_size(try_batch, start, sizes, meter, reserve_bytes, step_bytes)
     except BaseException:
         start.rewind()
         raise
@@ -219,10 +231,13 @@ def find_batch_size(
 
 
 def optimizer_bytes(parameters: Iterable[Tensor]) -> tuple[int, int]:
-    """Return the bytes of optimizer state that the first step is going to make, and those that a
-    step takes beside the state, for its own time.
+    """Estimate the memory of the optimizers of ``parameters``.
 
-    An optimizer that is made later is taken to be Adam.
+    A parameter without an optimizer is expected to get Adam later.
+
+    Returns:
+        The bytes of the state that the first step will allocate, and the bytes that each step
+        allocates temporarily.
     """
     optimizers = {
         id(parameter): optimizer
@@ -230,30 +245,34 @@ def optimizer_bytes(parameters: Iterable[Tensor]) -> tuple[int, int]:
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
-    state = step = 0
+    state_bytes = 0
+    step_bytes = 0
     for parameter in parameters:
         optimizer = optimizers.get(id(parameter))
         settings = _ADAM if optimizer is None else optimizer.defaults
-        if parameter.requires_grad:
-            step += parameter.nbytes * _copies_in_a_step(settings, parameter.device)
-            if optimizer is None or parameter not in optimizer.state:
-                state += parameter.nbytes * _states_per_parameter(settings)
-    return state, step
+        if not parameter.requires_grad:
+            continue
+        if _copies_parameters(settings, parameter.device):
+            step_bytes += parameter.nbytes
+        if optimizer is None or parameter not in optimizer.state:
+            state_bytes += parameter.nbytes * _states_per_parameter(settings)
+    return state_bytes, step_bytes
 
 
 _ADAM = {"betas": (0.9, 0.999)}
 
 
 def _states_per_parameter(settings: Mapping[str, Any]) -> int:
-    """Return how many tensors of a parameter's size an optimizer keeps."""
-    # SGD, RMSprop (with alpha)
+    """Return how many tensors of a parameter's size an optimizer keeps as its state."""
+    # SGD and RMSprop. Only RMSprop has alpha.
     if "betas" not in settings and "momentum" in settings:
-        kept = [settings["momentum"], "alpha" in settings, settings.get("centered")]
-        return sum(map(bool, kept))
-    return 2 + bool(settings.get("amsgrad"))  # Adam and its variants
+        states = [settings["momentum"], "alpha" in settings, settings.get("centered")]
+        return len([state for state in states if state])
+    # Adam and its variants.
+    return 3 if settings.get("amsgrad") else 2
 
 
-def _copies_in_a_step(settings: Mapping[str, Any], device: torch.device) -> bool:
+def _copies_parameters(settings: Mapping[str, Any], device: torch.device) -> bool:
     """Return whether a step holds a copy of all parameters at once.
 
     The ``foreach`` implementations, torch's choice on a GPU, compute on lists of whole tensors:
@@ -269,20 +288,26 @@ def _copies_in_a_step(settings: Mapping[str, Any], device: torch.device) -> bool
 
 
 class Meter:
-    """The memory that a pass takes. On the GPU with this number, it is the tensors of the caching
-    allocator. On the host (None), it is this process's anonymous memory, without mapped files. If
-    the kernel does not allow a reset of the host's peak, it is the peak so far, which can only be
-    too high, since larger sizes are tried after smaller sizes."""
+    """Measures the memory that a pass takes.
+
+    On a GPU that is the memory of tensors, as torch's caching allocator counts it. On the host it
+    is this process's anonymous memory, without mapped files. If the kernel does not allow a reset
+    of the host's peak, the peak so far counts. It can only be too high.
+
+    Args:
+        device: the device to measure.
+        share: the share of a GPU's memory to use at most.
+    """
 
     def __init__(self, device: torch.device, share: float) -> None:
-        self.index: int | None = None
+        self.index: int | None = None  # number of the GPU. None: the host
         if device.type == "cuda":
             is_current = device.index is None
             self.index = torch.cuda.current_device() if is_current else device.index
         self._share = share
 
     def begin(self) -> int:
-        """Return the bytes in use, and restart the peak."""
+        """Return the bytes in use, and reset the peak to them."""
         return_memory(thorough=False)
         if self.index is None:
             host.reset_peak()
@@ -292,29 +317,37 @@ class Meter:
         return torch.cuda.memory_allocated(self.index)
 
     def peak(self) -> int:
-        """Return the most that was in use."""
+        """Return the largest number of bytes in use since `begin`."""
         if self.index is None:
             memory = host.own_memory()
-            # pages of libraries that were read meanwhile stay, so they are in the peak as well
+            # Pages of libraries that were read in the meantime stay, and are part of the peak.
             return memory.get("VmHWM", 0) - memory.get("RssFile", 0) - memory.get("RssShmem", 0)
         torch.cuda.synchronize(self.index)
         return torch.cuda.max_memory_allocated(self.index)
 
     def limit(self) -> int:
-        """Return the most that may be in use."""
+        """Return the largest number of bytes that may be in use."""
         if self.index is None:
             return host.own_memory().get("RssAnon", 0) + host.room_left()
         free, total = torch.cuda.mem_get_info(self.index)
-        # the allocator's limit by memory.fraction; torch before 2.8 does not say
-        get_fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda index: 1.0)
-        share = min(self._share, get_fraction(self.index))
+        share = self._share
+        # The key memory.fraction limits the allocator. torch before 2.8 cannot return that limit.
+        get_fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+        if get_fraction is not None:
+            share = min(share, get_fraction(self.index))
         return min(int(share * total), free + torch.cuda.memory_reserved(self.index))
 
 
 def device_of(parameters: Iterable[torch.Tensor]) -> torch.device:
-    """Return the GPU that the parameters are on, or the first of their devices. Without parameters,
-    return the current GPU if this process started CUDA, else the CPU."""
-    devices = list(dict.fromkeys(parameter.device for parameter in parameters))
-    is_on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    devices.append(torch.device("cuda" if is_on_gpu else "cpu"))
-    return next((device for device in devices if device.type == "cuda"), devices[0])
+    """Return the first GPU that the parameters are on, or their first device.
+
+    Without any GPU among them, return the current GPU if this process started CUDA. Without
+    parameters and CUDA, return the CPU.
+    """
+    devices = [parameter.device for parameter in parameters]
+    for device in devices:
+        if device.type == "cuda":
+            return device
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return torch.device("cuda")
+    return devices[0] if devices else torch.device("cpu")

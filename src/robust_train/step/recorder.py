@@ -1,4 +1,9 @@
-"""How steps report on themselves: to the log, as events, and to what measures their speed."""
+"""Report how the size of parts changes: to the log, as events, and to the speed meter.
+
+The engine and the batcher call a :class:`Recorder` in the process that trains. In an attempt of the
+launcher, events go to the launcher. A program without the launcher may pass ``on_event`` to its
+batcher.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +23,27 @@ OnEvent = Callable[[Event], None]
 OnOom = Callable[[BaseException, Failure], None]
 
 
+def ignore_event(event: Event) -> None:
+    """Do nothing with an event."""
+
+
+def ignore_oom(error: BaseException, failure: Failure) -> None:
+    """Do nothing when memory runs out."""
+
+
 class StepSpeed(Protocol):
     """The part of the speed meter that a step uses."""
 
     def batch_begins(self, samples: int) -> None:
-        """Count from here on as computing a batch."""
+        """Count the time from now on as computing a batch."""
         return
 
     def pause(self) -> None:
-        """Leave the present step out: it has more to do than to train."""
+        """Do not measure the present step, because it does more than train."""
         return
 
     def alone_until_now(self) -> None:
-        """Count from here on as the ranks' waiting for each other."""
+        """Count the time from now on as waiting for other ranks."""
         return
 
 
@@ -43,84 +56,99 @@ class Recorder:
     """Logs how the size of parts changes, and measures steps."""
 
     step: Callable[[], int]  # returns the number of the optimizer step, from 1
-    on_event: OnEvent = lambda event: None  # called at every change
-    # called when memory ran out and the step is repeated, before anything is released
-    on_oom: OnOom = lambda error, failure: None
+    on_event: OnEvent = ignore_event  # called for each change of the size
+    # Called after memory ran out in a step that is repeated, before any memory is released.
+    on_oom: OnOom = ignore_oom
     speed: StepSpeed = field(default_factory=NotMeasured)
     splits: SplitWatch = field(default_factory=SplitWatch)
 
-    def changed(self, sizes: tuple[int, int], reason: str) -> None:
-        """Log that the size changes, from the first to the second, though no memory ran out."""
+    def log_change(self, sizes: tuple[int, int], reason: str) -> None:
+        """Log that the size changes on request.
+
+        Args:
+            sizes: the sizes before and after.
+        """
         step = self.step()
-        (before, after) = sizes
+        before, after = sizes
         log.info("step %d: micro-batch %d → %d: %s", step, before, after, reason)
         self.on_event(MicroBatchChanged(step, True, before, reason, after=after))
 
-    def repeated(self, training: bool, failure: Failure, before: int, after: int | None) -> None:
+    def log_repeat(self, training: bool, failure: Failure, before: int, after: int | None) -> None:
         """Log that the step (in validation the part) is repeated with a smaller size."""
         step = self.step()
-        figures = _figures(failure)
-        self.on_event(MicroBatchChanged(step, training, before, after=after, **figures))
-        requested = failure.evidence.requested_bytes
+        fields = _event_fields(failure)
+        self.on_event(MicroBatchChanged(step, training, before, after=after, **fields))
+        device = "host" if failure.kind is FailureKind.HOST_OOM else "GPU"
+        repeated = "step" if training else "part"
+        request = ""
+        if failure.evidence.requested_bytes is not None:
+            request = f" asking for {memory(failure.evidence.requested_bytes)}"
         log.warning(
-            "step %d: out of memory on the %s%s: micro-batch %d → %s, %s",
+            "step %d: out of memory on the %s%s: micro-batch %d → %s, the %s is repeated",
             step,
-            "host" if failure.kind is FailureKind.HOST_OOM else "GPU",
-            "" if requested is None else f" asking for {memory(requested)}",
+            device,
+            request,
             before,
             after,
-            "the step is repeated" if training else "the part is repeated",
+            repeated,
         )
 
-    def leave_out_parts(self, without: int, parts: int) -> None:
-        """Log that parts of a step have no loss."""
+    def log_parts_without_loss(self, without: int, parts: int) -> None:
+        """Log that some parts of a step have no loss, and do not count in it."""
         log.warning(
-            "step %d: %d of %d parts have no loss (NaN) although the others do: left out of this "
+            "step %d: %d of %d parts have no loss (NaN) although other parts do: left out of this "
             "step. If the loss is a mean over labels, tokens or masks, give count=…",
             self.step(),
             without,
             parts,
         )
 
-    def made_room(self) -> None:
-        """Log that the step is repeated with the same size, and more of the GPU's memory."""
+    def log_freed_room(self) -> None:
+        """Log that the step is repeated with the same size, after GPU memory was freed."""
         log.warning(
-            "step %d: out of memory on the GPU: gradients of earlier batches go to the host during "
-            "a step from now on, and the step is repeated; zero_grad(set_to_none=True) before it, "
-            "and one call of run.backward with the whole batch, leave none to move",
+            "step %d: out of memory on the GPU: the step is repeated, and gradients of earlier "
+            "batches go to the host during each step from now on; to avoid that, call "
+            "zero_grad(set_to_none=True) before a step, and run.backward once for the whole batch",
             self.step(),
         )
 
-    def exhausted(self, training: bool, failure: Failure, used: int, tried: tuple[int, ...]) -> str:
-        """Log that memory ran out at the smallest size too, and return the line as a note."""
+    def log_exhausted(
+        self, training: bool, failure: Failure, used: int, tried: tuple[int, ...]
+    ) -> str:
+        """Log that memory ran out even at the smallest size, and return that line."""
         step = self.step()
         sizes = ", ".join(map(str, tried))
         note = f"step {step}: memory ran out at every micro-batch tried ({sizes})"
         log.error("%s", note)
-        figures = _figures(failure)
-        self.on_event(MicroBatchExhausted(step, training, used, tried=tried, **figures))
+        fields = _event_fields(failure)
+        self.on_event(MicroBatchExhausted(step, training, used, tried=tried, **fields))
         return note
 
-    def cannot_repeat(self, reason: str) -> None:
-        """Log why memory that ran out ends the attempt."""
+    def log_cannot_repeat(self, reason: str) -> None:
+        """Log why the step cannot be repeated, so that the attempt ends."""
         text = "step %d: out of memory, and the step cannot be repeated: %s"
         log.warning(text, self.step(), reason)
 
-    def cannot_split(self, note: str) -> None:
-        """Log why a step whose memory ran out is not computed in parts."""
+    def log_cannot_split(self, note: str) -> None:
+        """Log why a step that ran out of memory is not repeated in parts."""
         log.warning("step %d: out of memory: %s", self.step(), note)
 
-    def changes_in_place(self, changed: str) -> None:
-        """Log what a pass has changed that cannot be put back."""
+    def log_changes_in_place(self, changed: str) -> None:
+        """Log that a pass has changed the batch or weights, which are not restored."""
         log.warning(
-            "step %d: the function changes %s in place, which happens again in what is repeated: "
-            "make new tensors in it, or change them after the step",
+            "step %d: the function changes %s in place, and does so again when the step is "
+            "repeated: make new tensors in the function, or change the tensors after the step",
             self.step(),
             changed,
         )
 
 
-def _figures(failure: Failure) -> dict[str, Any]:
-    names = ("requested_bytes", "allocated_bytes", "free_bytes")
-    figures = {name: getattr(failure.evidence, name) for name in names}
-    return {"kind": failure.kind, "reason": failure.message, **figures}
+def _event_fields(failure: Failure) -> dict[str, Any]:
+    """Return the fields of an event that describe a failure."""
+    return {
+        "kind": failure.kind,
+        "reason": failure.message,
+        "requested_bytes": failure.evidence.requested_bytes,
+        "allocated_bytes": failure.evidence.allocated_bytes,
+        "free_bytes": failure.evidence.free_bytes,
+    }

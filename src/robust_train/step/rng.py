@@ -1,4 +1,9 @@
-"""The states of random generators: to go back to, and in a checkpoint."""
+"""Save and restore the states of random generators, in a checkpoint and within a process.
+
+Used in the process that trains: trainers call :func:`capture_rng` and :func:`restore_rng` for their
+checkpoints, and a step that is repeated restores its :class:`GeneratorStates`, so that dropout
+draws the same numbers again.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +27,19 @@ def seed_everything(seed: int) -> None:
 
 
 def seed_rank(seed: int, step: int, rank: int) -> None:
-    """Seed each rank except the first, whose state a checkpoint holds, so that ranks draw different
-    numbers."""
+    """Seed the generators of a rank so that ranks draw different numbers.
+
+    Rank 0 is not seeded, because its state comes from the checkpoint.
+    """
     if rank:
         seed_everything((seed * 1_000_003 + step * 1009 + rank) % 2**63)
 
 
 def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
-    """Return the states in types that ``torch.load(weights_only=True)`` takes, including the GPU's
-    if ``device`` is a GPU."""
+    """Return the states of all generators, in types that ``torch.load(weights_only=True)`` accepts.
+
+    The state of the GPU's generator is included if ``device`` is a GPU.
+    """
     version, internal, gauss = random.getstate()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -46,7 +55,7 @@ def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def restore_rng(state: Mapping[str, Any], device: torch.device | None = None) -> None:
-    """Restore the states of `capture_rng`, except those of a device that is absent here."""
+    """Restore the states of `capture_rng`. The state of a GPU is restored only on a GPU."""
     torch.set_rng_state(state["torch"])
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
@@ -58,9 +67,14 @@ def restore_rng(state: Mapping[str, Any], device: torch.device | None = None) ->
 
 
 class GeneratorStates:
-    """The states at this moment, to go back to within this process. Of all GPUs, whichever the
-    model is on: a generator's state lies on the host, and reading it makes no CUDA context.
-    ``generators`` are the user's own generators of torch, NumPy or Python."""
+    """The states of all generators at this moment, to restore within this process.
+
+    The states of all GPUs are included, whichever GPU the model is on: they are kept on the host,
+    so reading them creates no CUDA context.
+
+    Args:
+        generators: the user's own generators of torch, NumPy or Python.
+    """
 
     def __init__(self, generators: Iterable[Any] = ()) -> None:
         self._states: list[tuple[Any, Callable[[Any], object]]] = [
@@ -77,14 +91,15 @@ class GeneratorStates:
             self._states.append((all_gpus, torch.cuda.set_rng_state_all))
 
     def restore(self) -> None:
-        """Set the generators back."""
+        """Restore the states."""
         for state, set_state in self._states:
             set_state(state)
 
-    def equal(self, other: GeneratorStates) -> bool:
+    def equals(self, other: GeneratorStates) -> bool:
         """Return whether no random number was drawn between the two moments."""
+        # Without CUDA at one of the moments, the states of its GPUs are missing.
         pairs = zip(self._states, other._states, strict=False)
-        return all(_are_equal(state, at) for (state, _), (at, _) in pairs)
+        return all(_are_equal(mine, theirs) for (mine, _), (theirs, _) in pairs)
 
 
 def _are_equal(state: Any, other: Any) -> bool:
@@ -94,13 +109,15 @@ def _are_equal(state: Any, other: Any) -> bool:
         return all(_are_equal(state[key], other[key]) for key in state)
     if isinstance(state, (list, tuple)):
         return all(map(_are_equal, state, other))
-    return bool((state == other).all()) if hasattr(state, "all") else state == other
+    if hasattr(state, "all"):
+        return bool((state == other).all())
+    return bool(state == other)
 
 
 def _state_and_setter(generator: Any) -> tuple[Any, Callable[[Any], object]]:
     if isinstance(generator, random.Random):
         return generator.getstate(), generator.setstate
-    # what a generator of NumPy's draws from
+    # The bit generator holds the state of a NumPy generator.
     bits = getattr(generator, "bit_generator", None)
     if bits is not None:
         return bits.state, partial(setattr, bits, "state")
@@ -108,12 +125,13 @@ def _state_and_setter(generator: Any) -> tuple[Any, Callable[[Any], object]]:
 
 
 def generators_in(values: Sequence[Any]) -> list[Any]:
+    """Return the random generators among values, each once."""
     kinds: tuple[type, ...] = (torch.Generator, random.Random)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kinds += (numpy.random.Generator, numpy.random.RandomState)
     types = {kind for kind in set(map(type, values)) if issubclass(kind, kinds)}
-    types.discard(random.SystemRandom)  # the system's has no state
+    types.discard(random.SystemRandom)  # It has no state.
     if not types:
         return []
     return list({value for value in values if type(value) in types})

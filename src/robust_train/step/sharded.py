@@ -1,8 +1,9 @@
-"""Models sharded by FSDP2 (``fully_shard``): a rank that runs out does not leave others waiting.
+"""Keep the ranks of a model sharded by FSDP2 (``fully_shard``) together if one runs out of memory.
 
 The passes of a sharded model gather weights and scatter gradients, so a rank that leaves a part
-half-way would leave the others waiting. Instead it takes part in the rest of the part's collectives
-with empty buffers. Every rank discards the result of that part.
+halfway would leave the other ranks waiting. Instead it takes part in the remaining collectives of
+that part with empty buffers, and every rank discards the result. :mod:`.ranks` holds a
+:class:`Ledger` of the collectives, in each rank's process.
 """
 
 from __future__ import annotations
@@ -36,51 +37,56 @@ class RanOutElsewhereError(Exception):
 
 @dataclass(frozen=True)
 class Collective:
-    """One message of a sharded model's pass: what a rank needs to play its role in it."""
+    """A collective in the pass of a sharded model, with all that is needed to take part in it."""
 
-    is_gathered: bool  # else its gradients are reduced and scattered
-    output: int  # numbers that come out
-    input: int  # numbers that go in
+    is_gathered: bool  # weights are gathered. False: gradients are reduced and scattered
+    output: int  # number of output elements
+    input: int  # number of input elements
     dtype: torch.dtype
     device: torch.device
     group: Any = field(compare=False)
     op: Any = field(compare=False)
 
     def play(self) -> None:
-        """Take part in it with nothing to send."""
+        """Take part in the collective, and send zeros."""
         output = torch.empty(self.output, dtype=self.dtype, device=self.device)
-        nothing = torch.zeros(self.input, dtype=self.dtype, device=self.device)
+        zeros = torch.zeros(self.input, dtype=self.dtype, device=self.device)
         if self.is_gathered:
-            dist.all_gather_into_tensor(output, nothing, group=self.group)
+            dist.all_gather_into_tensor(output, zeros, group=self.group)
         else:
-            dist.reduce_scatter_tensor(output, nothing, group=self.group, op=self.op)
+            dist.reduce_scatter_tensor(output, zeros, group=self.group, op=self.op)
 
 
 class Ledger:
-    """The collectives of a step's parts, the same on every rank and in every part of a kind.
+    """Records the collectives of a part, so that a rank that runs out can complete them.
 
-    The first part that succeeds on all ranks is the record that a rank follows after it runs out.
-    Until then, a vote precedes each collective.
+    All parts of a kind have the same collectives, on every rank. The collectives of the first part
+    that succeeds on all ranks become the record. Until there is a record, the ranks vote before
+    each collective whether one of them has run out.
 
     Args:
-        vote: sends all ranks whether this rank ran out, and returns whether any did.
+        vote: sends all ranks whether this rank ran out, and returns whether any rank did.
     """
 
     def __init__(self, vote: Callable[[bool], bool]) -> None:
         self._vote = vote
         self._roots = weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...]]()
         self._records: dict[object, list[Collective]] = {}
-        self._part: object = None  # None during a pass that is not a part
+        self._kind: object = None  # the kind of the current part. None: a pass that is not a part
         self._has_weight = True
-        self._now: list[Collective] | None = None
+        # The collectives of the current part so far. None outside of parts.
+        self._so_far: list[Collective] | None = None
         # The error of a collective on this rank.
         self._failed: BaseException | None = None
-        self.sent = 0  # collectives of sharded models over the default group
-        self.groups: set[Any] = set()  # over which sharded models send
+        self.sent = 0  # number of collectives of sharded models over the default group
+        self.groups: set[Any] = set()  # the groups over which sharded models send
 
     def roots_in(self, models: Iterable[nn.Module]) -> tuple[Any, ...]:
-        """Return the outermost sharded modules in ``models``, whose collectives are noted from now.
-        Raises UserError: a way of sharding in which a step cannot be repeated."""
+        """Return the outermost sharded modules in ``models``, and record their collectives.
+
+        Raises:
+            UserError: a step cannot be repeated with this way of sharding.
+        """
         roots: list[Any] = []
         for model in models:
             if model not in self._roots:
@@ -88,59 +94,59 @@ class Ledger:
             roots += self._roots[model]
         return tuple(dict.fromkeys(roots))
 
-    def begin_part(
-        self,
-        roots: Sequence[Any],
-        *,
-        training: bool,
-        has_weight: bool,  # else its gradients are zeros, whatever its loss
-    ) -> None:
-        """Begin to note the collectives of a part."""
+    def begin_part(self, roots: Sequence[Any], *, training: bool, has_weight: bool) -> None:
+        """Begin to record the collectives of a part.
+
+        Args:
+            roots: the outermost sharded modules.
+            training: whether the part has a backward pass.
+            has_weight: False: the part's gradients count as zeros, whatever its loss is.
+        """
         self._has_weight = has_weight
-        # modules that were left unsharded gather nothing: the next part may have another list
+        # A module whose weights are still gathered gathers nothing, so it makes another kind.
         parameters = (parameter for root in roots for parameter in root.parameters())
         is_gathered = tuple(not hasattr(parameter, "device_mesh") for parameter in parameters)
-        self._part = (tuple(map(id, roots)), training, is_gathered)
-        self._now = []
+        self._kind = (tuple(map(id, roots)), training, is_gathered)
+        self._so_far = []
 
     def begin_extra_pass(self) -> None:
-        """Start a pass that is not a part. It has no record, so the ranks vote."""
+        """Begin a pass that is not a part. It has no record, so the ranks vote."""
         self._has_weight = True
-        self._part = None
-        self._now = []
+        self._kind = None
+        self._so_far = []
 
     def end_part(self, *, ran_out: bool) -> None:
-        """Reach the part's end together with the other ranks.
+        """End the part together with the other ranks.
 
         Args:
             ran_out: memory ran out in the part on this rank, and its pass has released its memory.
 
         Raises:
             UserError: the part's collectives differ from those of the parts before it.
-            BaseException: the error of a collective that failed under way. The progress of the
-                others is unknown, so the step cannot be repeated and the attempt ends.
+            BaseException: the error of a collective that failed after it was sent. The progress of
+                the other ranks is unknown, so the step cannot be repeated and the attempt ends.
         """
         failed = self._failed
         if failed is not None:
             self._failed = None
             raise failed
-        now = self._now
-        self._now = None
-        if now is None:
+        so_far = self._so_far
+        self._so_far = None
+        if so_far is None:
             return
-        record = self._records.get(self._part)
+        record = self._records.get(self._kind)
         if record is None:
-            # the end counts as one more collective
+            # Without a record, the ranks vote at the end as before each collective.
             is_whole = not self._vote(ran_out)
-            if is_whole and self._part is not None:
-                self._records[self._part] = now
+            if is_whole and self._kind is not None:
+                self._records[self._kind] = so_far
         elif ran_out:
-            for collective in record[len(now) :]:
+            for collective in record[len(so_far) :]:
                 collective.play()
-        elif now != record:
+        elif so_far != record:
             raise UserError(
-                "run.backward: the passes of this model differ in what its ranks send each "
-                f"other, so that no step can be repeated; send the same in each, {WITHOUT}"
+                "run.backward: the passes of this model send different messages between its "
+                f"ranks, so that no step can be repeated; send the same in each pass, {WITHOUT}"
             )
 
     def _watch(self, model: nn.Module) -> tuple[Any, ...]:
@@ -151,39 +157,39 @@ class Ledger:
             module.reshard()
         _refuse(model, modules)
         for module in modules:
-            gather, scatter = noted_collectives(self._noted)
+            gather, scatter = noted_collectives(self._record)
             module.set_custom_all_gather(gather)
             module.set_custom_reduce_scatter(scatter)
         self._records.clear()
         return _outermost(modules)
 
     @contextlib.contextmanager
-    def _noted(
+    def _record(
         self, is_gathered: bool, output: Tensor, given: Tensor, group: Any, op: Any
     ) -> Iterator[None]:
         """Record a collective once it has been sent, or its error if sending failed."""
-        if self._now is not None and self._part not in self._records and self._vote(False):
-            self._now = None
+        if self._so_far is not None and self._kind not in self._records and self._vote(False):
+            self._so_far = None
             raise RanOutElsewhereError
         if not (self._has_weight or is_gathered):
-            given.zero_()  # the mean of a part without items is NaN
-        self.sent += group is dist.group.WORLD
+            given.zero_()  # The mean loss of a part without items is NaN.
+        if group is dist.group.WORLD:
+            self.sent += 1
         self.groups.add(group)
         begun = collectives_begun(group)
         try:
             yield
         except BaseException as error:
-            # else it was not sent, and is owed
+            # If nothing was sent, this rank still has to take part in the collective.
             if collectives_begun(group) != begun:
                 self._failed = error
             raise
-        if self._now is None:  # outside of parts
+        if self._so_far is None:  # Not in a part.
             return
-        self._now.append(
-            Collective(
-                is_gathered, output.numel(), given.numel(), output.dtype, output.device, group, op
-            )
+        collective = Collective(
+            is_gathered, output.numel(), given.numel(), output.dtype, output.device, group, op
         )
+        self._so_far.append(collective)
 
 
 def reset(roots: Iterable[Any]) -> None:
@@ -194,7 +200,7 @@ def reset(roots: Iterable[Any]) -> None:
 
 
 def mean_loss(roots: Sequence[Any], loss: Tensor | None) -> Tensor:
-    """Return the mean of the ranks' losses, None counting as 0."""
+    """Return the mean of the ranks' losses. None counts as 0."""
     total = torch.zeros((), device=next(roots[0].parameters()).device)
     if loss is not None:
         total += loss.to(total.device)
@@ -203,8 +209,11 @@ def mean_loss(roots: Sequence[Any], loss: Tensor | None) -> Tensor:
 
 
 def roots_in_one_process(models: Iterable[nn.Module]) -> tuple[Any, ...]:
-    """Return the outermost sharded modules in a single process, whose collectives reach no other
-    rank. Raises UserError if they cannot be reset after an abandoned part."""
+    """Return the outermost sharded modules of a process that trains alone.
+
+    Raises:
+        UserError: the modules cannot be reset after an abandoned part.
+    """
     roots = _outermost([module for model in models for module in _sharded_in(model)])
     for root in roots:
         refuse("", root, _why_not_reset(root))
@@ -217,13 +226,13 @@ def _outermost(modules: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _sharded_in(model: nn.Module) -> list[Any]:
-    # without a class, as where it was not imported, there are none
+    # If FSDP2 was not imported, no module is sharded.
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
     return [part for part in model.modules() if isinstance(part, kind)]
 
 
 def refuse(name: str, module: nn.Module, reason: str | None) -> None:
-    """Raise UserError if there is a reason why steps with this module cannot be repeated."""
+    """Raise UserError if there is a ``reason`` why steps with this module cannot be repeated."""
     if reason is not None:
         where = f"{name or 'the model'} ({type(module).__name__})"
         raise UserError(f"run.backward: {where} {reason}")

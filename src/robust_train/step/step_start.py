@@ -1,7 +1,9 @@
-"""The state at the start of a step, or of a part in validation, to go back to.
+"""Record the state at the start of a step, or of a part in validation, and restore it.
 
-In the process that trains, the batcher creates it before the first pass, and the engine restores it
-before it repeats the step. A search for the batch size restores it after each probe.
+In the process that trains, the batcher creates a :class:`StepStart` before the first pass, and the
+engine restores it before it repeats the step. A search for the batch size restores it after each
+probe. The state consists of gradients, buffers, plain attributes of modules and random generators.
+Weights need no copy, because they change only after the last pass.
 """
 
 from __future__ import annotations
@@ -21,18 +23,18 @@ from robust_train.step.attributes import Attributes
 from robust_train.step.buffers import Buffers
 from robust_train.step.gradients import LaidAside, are_zeros
 from robust_train.step.reachable import (
+    find_participants,
+    keep_attributes,
     parameters_of,
-    taking_part,
     why_not_again,
-    with_modules_inside,
 )
 from robust_train.step.rng import GeneratorStates
 
-# Gradients that make room on a GPU may take this share of the host's free memory, which other
-# processes need too.
-_MOST_OF_HOST = 0.5
-# The key of the attributes in validation, which may begin in the middle of a step.
-_OF_A_PART = -1
+# Gradients may take this share of the host's free memory, which other processes need too.
+_MAX_SHARE_OF_HOST = 0.5
+# The key of the attributes in validation, in place of the number of a batch of the step. Validation
+# may begin in the middle of a step.
+_VALIDATION = -1
 
 
 class Watch:
@@ -41,9 +43,10 @@ class Watch:
     def __init__(self) -> None:
         self._buffers = weakref.WeakKeyDictionary[nn.Module, Buffers]()
         self._attributes = weakref.WeakKeyDictionary[nn.Module, dict[int, Attributes]]()
-        self.named: set[str] = set()
+        self.reported: set[str] = set()
         self._checked = weakref.WeakSet[nn.Module]()
-        # Whether gradients of earlier batches move to the host in each step: memory ran out before.
+        # Whether each step moves the gradients of earlier batches to the host, because memory ran
+        # out before.
         self.keeps_aside_on_host = False
 
     def check(self, model: nn.Module) -> None:
@@ -53,41 +56,45 @@ class Watch:
         reason = why_not_again(model)
         if reason is not None:
             raise UserError(
-                f"run.backward: {reason}, so a step cannot start over where memory runs out; "
+                f"run.backward: {reason}, so a step cannot start over if memory runs out; "
                 "step after run.backward, or call loss.backward() yourself"
             )
         self._checked.add(model)
 
     def buffers_with(self, models: Sequence[nn.Module]) -> Buffers:
-        """Return the buffers of the last step that began with these models."""
+        """Return the buffers of the previous step that began with these models."""
         new = Buffers()
-        return self._buffers.setdefault(models[0], new) if models else new
+        if not models:
+            return new
+        return self._buffers.setdefault(models[0], new)
 
     def attributes_with(self, models: Sequence[nn.Module], batch: int = 0) -> Attributes:
-        """Return the attributes of this batch in the last step that began with these models."""
+        """Return the attributes of this batch in the previous step that began with these models."""
         if not models:
-            return Attributes(self.named)
-        kept = self._attributes.setdefault(models[0], {})
-        if batch not in kept:
-            kept[batch] = Attributes(self.named)
-        return kept[batch]
+            return Attributes(self.reported)
+        by_batch = self._attributes.setdefault(models[0], {})
+        if batch not in by_batch:
+            by_batch[batch] = Attributes(self.reported)
+        return by_batch[batch]
 
 
 class PartStart:
-    """The state at the start of an independent part, for example in validation: the generators, the
-    attributes of modules, and the buffers of modules in training mode, which collect statistics of
-    BatchNorm."""
+    """The state at the start of an independent part, for example in validation.
+
+    It consists of the generators, the attributes of modules, and the buffers of modules in training
+    mode, in which BatchNorm collects statistics.
+    """
 
     def __init__(
         self, models: Iterable[nn.Module] = (), function: Any = None, *, watch: Watch | None = None
     ) -> None:
         models = list(models)
-        modules, generators = taking_part(models, function)
+        modules, generators = find_participants(models, function)
         self._generators = GeneratorStates(generators)
         self._attributes = Attributes()
         if watch is not None:
-            self._attributes = watch.attributes_with(models, _OF_A_PART)
-        modules = with_modules_inside(self._attributes, modules)
+            self._attributes = watch.attributes_with(models, _VALIDATION)
+        modules = keep_attributes(self._attributes, modules)
         self._buffers = Buffers()
         self._buffers.keep(module for module in modules if module.training)
 
@@ -102,13 +109,17 @@ class StepStart:
     """The state at the start of an optimizer step.
 
     Gradients of earlier batches are kept aside, so that the step's own gradients can be dropped.
-    `end` adds both up: a sum could not be taken apart again without rounding. If memory is short,
-    the earlier gradients move to the host until then. The step then needs no more GPU memory than a
-    step that adds to them in place. Zeros on the host stay where they are, because they are easily
+    `end` adds the two: a sum could not be taken apart again without rounding. If memory is short,
+    the earlier gradients move to the host until then, and the step needs no more GPU memory than a
+    step that adds to them in place. Zeros on the host stay in place, because they are easily
     restored.
 
-    Without ``keeps_gradients`` all gradients stay, for a framework that drops them itself once the
-    step has started. The step trains ``models``. ``function`` may use other modules as well.
+    Args:
+        watch: the data that is kept from step to step.
+        models: the modules that the step trains.
+        function: the function of the step, which may use other modules as well.
+        keeps_gradients: False leaves all gradients in place, for a framework that drops them itself
+            once the step has started.
     """
 
     def __init__(
@@ -122,12 +133,12 @@ class StepStart:
         self.models = models
         for model in models:
             watch.check(model)
-        modules, generators = taking_part(models, function)
+        modules, generators = find_participants(models, function)
         self._watch = watch
         self._attributes = [watch.attributes_with(models)]
-        self.modules = with_modules_inside(self._attributes[0], modules)
+        self.modules = keep_attributes(self._attributes[0], modules)
         parameters = parameters_of(self.modules)
-        # each parameter once
+        # By id, so that each parameter occurs once.
         self._known = dict(zip(map(id, parameters), parameters, strict=True))
         self._versions = versions_of(list(self._known.values()))
         self.is_open = True
@@ -137,10 +148,11 @@ class StepStart:
         self._generators = GeneratorStates(generators)
         self._buffers = watch.buffers_with(models)
         self._buffers.keep(self.modules)
-        # this comes last: from here on, end() has to be called
+        # This must come last: an error above would leave the gradients aside.
         self._lay_aside(self._known.values())
 
     def _lay_aside(self, parameters: Iterable[Tensor]) -> None:
+        """Take the gradients from parameters, so that the step begins without gradients."""
         if not self._keeps_gradients:
             return
         gradients = [
@@ -156,21 +168,28 @@ class StepStart:
             self.move_aside_to_host()
 
     def move_aside_to_host(self) -> bool:
-        """Move the gradients that are kept aside to the host for this step, if it has room for
-        them, and return whether that freed memory."""
-        leaving = [gradient for gradient in self._aside if gradient.may_leave]
+        """Move the gradients that are kept aside to the host for this step, if they fit there.
+
+        Returns:
+            Whether that freed memory.
+        """
+        leaving = [gradient for gradient in self._aside if gradient.can_leave]
         size = sum(gradient.gradient.nbytes for gradient in leaving)
-        if not leaving or size > _MOST_OF_HOST * room_left():
+        if not leaving or size > _MAX_SHARE_OF_HOST * room_left():
             return False
         for gradient in leaving:
             gradient.leave()
         return True
 
     def make_room(self) -> bool:
-        """Move gradients to the host as `move_aside_to_host` does, and return whether that freed
-        memory. If it did, all later steps move theirs at their start."""
+        """Free memory as `move_aside_to_host` does, now and at the start of each later step.
+
+        Returns:
+            Whether that freed memory.
+        """
         has_freed = self.move_aside_to_host()
-        self._watch.keeps_aside_on_host |= has_freed
+        if has_freed:
+            self._watch.keeps_aside_on_host = True
         return has_freed
 
     def notice(self, loss: Tensor) -> None:
@@ -181,9 +200,9 @@ class StepStart:
         self._lay_aside(new)
 
     @property
-    def named(self) -> set[str]:
+    def reported(self) -> set[str]:
         """The attributes that a log line has reported as impossible to restore."""
-        return self._watch.named
+        return self._watch.reported
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters that the step trains, each once."""
@@ -198,7 +217,7 @@ class StepStart:
 
     @property
     def has_changed_weights(self) -> bool:
-        """Whether the step has changed weights, which have no copy."""
+        """Whether the step has changed weights. They have no copy, so they stay changed."""
         return versions_of(list(self._known.values())) != self._versions
 
     @property
@@ -208,7 +227,7 @@ class StepStart:
 
     def rewind(self) -> None:
         """Drop the step's gradients, and restore buffers, attributes and generators."""
-        # looked up again: the pass may have made parameters, whose gradients would count twice
+        # The pass may have made parameters, whose gradients would count twice.
         now = parameters_of(modules_below(self.modules))
         for parameter in (*now, *self._known.values()):
             parameter.grad = None
@@ -219,19 +238,22 @@ class StepStart:
         self._generators.restore()
 
     def begin_batch(self) -> None:
-        """Record the attributes at the start of the step's next batch. Hooks of a framework may
-        have changed some since the previous batch, and do not run again."""
+        """Record the attributes at the start of the step's next batch.
+
+        Hooks of a framework may have changed attributes since the previous batch, and do not run
+        again if the step is repeated.
+        """
         number = len(self._attributes)
         attributes = self._watch.attributes_with(self.models, number)
         attributes.keep(self.modules)
         self._attributes.append(attributes)
 
     def enter_batch(self, number: int) -> None:
-        """Restore the attributes as they were at the start of a batch of the step."""
+        """Restore the attributes that were recorded at the start of a batch of the step."""
         self._attributes[number].restore()
 
     def end(self) -> None:
-        """Add the gradients that were kept aside. A second call does nothing."""
+        """Add the gradients that were kept aside to the step's. A second call does nothing."""
         if not self.is_open:
             return
         self.is_open = False

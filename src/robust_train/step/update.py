@@ -1,4 +1,9 @@
-"""The update at the end of an optimizer step, which is left out if it would spoil the weights."""
+"""Update the weights at the end of an optimizer step, unless that would spoil them.
+
+``run.step`` calls :func:`update` in the process that trains. At first only the GPU knows whether
+the loss and the norm of the gradients are finite. The host must not wait for the GPU in each step,
+so it copies such a figure asynchronously and reads it a step later (:class:`LateUpdates`).
+"""
 
 from __future__ import annotations
 
@@ -26,15 +31,15 @@ from robust_train.model.errors import UserError
 class Update:
     """How an optimizer step ended."""
 
-    moved: bool  # the weights did, as far as the host knows
+    moved: bool  # the weights changed, as far as the host knows
     is_bad: Tensor | None = None  # whether loss or norm was not finite
-    waits: bool = False  # reading that would wait for the device
-    # whether the device has left the update out; None if the host knows by ``moved``
+    waits: bool = False  # reading the figures would wait for the device
+    # Whether the device has skipped the update. None: the host knows it from ``moved``.
     left_out: Tensor | None = None
 
 
 class LateFigure:
-    """A figure on its way to the host, which does not wait for the device until it is read."""
+    """A figure that is copied to the host in the background."""
 
     def __init__(self, figure: Tensor) -> None:
         figure = figure.detach()
@@ -42,16 +47,16 @@ class LateFigure:
         self._copy = torch.empty_like(figure, device="cpu", pin_memory=figure.is_cuda)
         self._copy.copy_(figure, non_blocking=figure.is_cuda)
         if figure.is_cuda:
-            # whoever waits for it sleeps, and leaves the core to the data-loader workers
+            # A thread that waits for a blocking event sleeps, so data-loader workers get its core.
             self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(figure.device))
 
     def has_arrived(self) -> bool:
-        """Return whether reading it would not wait."""
+        """Return whether the figure can be read without waiting."""
         return self._event is None or bool(self._event.query())
 
     def read(self) -> Any:
-        """Return it as Python's number, after waiting for it if need be."""
+        """Return the figure as a Python number. Wait for the device if necessary."""
         if self._event is not None:
             self._event.synchronize()
         return self._copy.item()
@@ -64,30 +69,30 @@ class LateFigures:
         self._waiting: tuple[int, LateFigure] | None = None
 
     def swap(self, step: int, figure: Tensor) -> tuple[int, float] | None:
-        """Store the figure of `step`, and return the previous figure with its step."""
+        """Store the figure of ``step``. Return the step of the previous figure, and the figure."""
         before = self._waiting
         self._waiting = (step, LateFigure(figure))
         if before is None:
             return None
         earlier, late = before
-        # This copy began a step ago, so that reading it does not wait.
+        # The copy began a step ago, so reading it does not wait.
         return earlier, float(late.read())
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The host's knowledge of the updates so far."""
+    """What the host knows of the updates so far."""
 
-    # Whether the weights have changed in this update, or in the one before if the device decides.
-    # The first such update counts as one that changed them.
+    # Whether this update changed the weights. If the device decides, the answer is that of the
+    # previous update, and True for the first.
     moved: bool
-    # A step, and whether its loss or norm was not finite. None if that is not known yet.
+    # A step, and whether its loss or norm was not finite. None: not known yet.
     checked: tuple[int, bool] | None = None
 
 
 @dataclass(frozen=True)
-class _OnTheirWay:
-    """The figures of an update that only the device knows; often the same figure twice."""
+class _PendingFigures:
+    """The figures of an update that are being copied from the device. They may be the same."""
 
     step: int
     left_out: LateFigure | None
@@ -95,21 +100,22 @@ class _OnTheirWay:
 
 
 class LateUpdates:
-    """How updates have ended. A figure that the device decides by is copied to the host once, and
-    is read an update later."""
+    """The results of updates. If the device decides whether to skip an update, the host learns the
+    result an update later."""
 
     def __init__(self) -> None:
-        self._waiting: _OnTheirWay | None = None
+        self._pending: _PendingFigures | None = None
 
     def after(self, step: int, done: Update) -> Answer:
-        """Take the update of a step; return what is known by now."""
-        if not done.waits:
-            checked = None if done.is_bad is None else (step, bool(done.is_bad))
-            return Answer(done.moved, checked)
-        before = self._waiting
-        self._waiting = _on_their_way(step, done)
-        moved = done.moved
+        """Record the update of a step, and return what is known so far."""
         checked = None
+        if not done.waits:
+            if done.is_bad is not None:
+                checked = (step, bool(done.is_bad))
+            return Answer(done.moved, checked)
+        before = self._pending
+        self._pending = _start_copies(step, done)
+        moved = done.moved
         if before is not None and before.left_out is not None:
             moved = not before.left_out.read()
         if before is not None and before.is_bad is not None:
@@ -117,27 +123,33 @@ class LateUpdates:
         return Answer(moved, checked)
 
 
-def _on_their_way(step: int, done: Update) -> _OnTheirWay:
+def _start_copies(step: int, done: Update) -> _PendingFigures:
+    """Start copying the figures of an update to the host."""
     left_out = None if done.left_out is None else LateFigure(done.left_out)
     if done.is_bad is done.left_out:
-        return _OnTheirWay(step, left_out, left_out)
+        return _PendingFigures(step, left_out, left_out)
     is_bad = None if done.is_bad is None else LateFigure(done.is_bad)
-    return _OnTheirWay(step, left_out, is_bad)
+    return _PendingFigures(step, left_out, is_bad)
 
 
 def update(
     optimizer: torch.optim.Optimizer,
-    loss: Tensor | None,  # the step's loss, None if unknown
+    loss: Tensor | None,
     scaler: Any = None,
     max_grad_norm: float | None = None,
     *,
     skips: bool = True,
 ) -> Update:
-    """Clip, step, and drop the gradients. With ``skips``, skip the step if loss or norm is not
-    finite.
+    """Clip the gradients, step the optimizer, and drop the gradients.
 
-    A scaler skips overflows itself, and they do not mean divergence, so only the loss counts then.
     This never waits for the optimizer's kernels: figures that depend on them are read a step later.
+
+    Args:
+        loss: the loss of the step. None: unknown.
+        scaler: the gradient scaler, if any. It skips overflows by itself. They do not mean that
+            training diverges, so only the loss is checked then.
+        max_grad_norm: the norm to clip the gradients to. None or 0: no clipping.
+        skips: skip the step if the loss or the norm of the gradients is not finite.
 
     Raises:
         UserError: the optimizer computes the loss itself.
@@ -175,8 +187,8 @@ def _step_scaled(optimizer: torch.optim.Optimizer, scaler: Any) -> tuple[bool, T
     """Step and adapt the scale.
 
     Returns:
-        Whether the weights have changed, as far as is known, and the figure by which the device
-        leaves the update out, if the device decides.
+        Whether the weights have changed, as far as the host knows, and the figure that shows
+        whether the device has skipped the update. The figure is None if the host decides.
     """
     if skips_on_device(optimizer):
         figures = overflow_figures(scaler, optimizer)
@@ -195,19 +207,19 @@ def _step_scaled(optimizer: torch.optim.Optimizer, scaler: Any) -> tuple[bool, T
 
 
 def _any_of(figures: Sequence[Tensor]) -> Tensor:
-    """Return whether any figure, each on a device of its own, is not zero."""
+    """Return whether any figure is not zero. The figures may be on different devices."""
     here = [figure.to(figures[0].device, non_blocking=True) for figure in figures]
     return torch.stack(here).any()
 
 
 def _refuse_closures(optimizer: torch.optim.Optimizer) -> None:
-    # Use the class, so that the cache does not keep an optimizer alive.
+    # The function of the class, because a bound method in the cache would keep the optimizer alive.
     step = getattr(type(optimizer), "step", optimizer.step)
     if _needs_closure(getattr(step, "__func__", step)):
         name = type(optimizer).__name__
         raise UserError(
-            f"run.step: {name} computes the loss several times in a step, so that its update "
-            "cannot be left out: call optimizer.step(closure) in place of run.step(optimizer)"
+            f"run.step: {name} computes the loss several times in a step, so its update cannot be "
+            "skipped: call optimizer.step(closure) in place of run.step(optimizer)"
         )
 
 
@@ -218,16 +230,20 @@ def _needs_closure(step: Callable[..., Any]) -> bool:
 
 
 def _clip(optimizer: torch.optim.Optimizer, most: float | None) -> Tensor:
-    """Return the norm of all gradients, the same on every rank, after clipping it to ``most`` if
-    given."""
+    """Clip the gradients to a norm of ``most``, if given, and return their norm before that.
+
+    The norm is the same on every rank.
+    """
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     clip = nn.utils.clip_grad_norm_
     norm: Any = clip(trained, most) if most else total_norm(torch, trained)
+    # FSDP2 returns a norm that is distributed over the ranks.
     whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     return whole
 
 
 def _is_bad(figures: Iterable[Tensor | None]) -> Tensor | None:
+    """Return whether a figure is not finite, without waiting for the device."""
     figures_known = [figure.detach() for figure in figures if figure is not None]
     if not figures_known:
         return None

@@ -33,7 +33,7 @@ from robust_train.folder.checkpoints import (
     write_atomically,
 )
 from robust_train.model.errors import ConfigError, RankFailure
-from robust_train.step.ranks import broadcast
+from robust_train.step.replicas import broadcast
 
 
 def shard(model: nn.Module) -> None:

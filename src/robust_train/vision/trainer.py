@@ -27,7 +27,8 @@ from robust_train.failures import classify_failure
 from robust_train.folder.best import BEST_NAME, Best, record_best
 from robust_train.folder.checkpoints import CheckpointError, write_atomically
 from robust_train.model.errors import ConfigError, RankFailure, TrainingStopped
-from robust_train.step.ranks import Replicated, of_all_ranks
+from robust_train.step.ranks import of_all_ranks
+from robust_train.step.replicas import Replicated
 from robust_train.step.rng import capture_rng, restore_rng, seed_everything, seed_rank
 from robust_train.step.splitting import share_of
 from robust_train.vision import models, sharding

@@ -11,7 +11,7 @@ from robust_train.config.checks import checked
 from robust_train.config.composition import complete
 from robust_train.failures import classify_failure
 from robust_train.features.memory_upkeep.attempt import MemoryUpkeep
-from robust_train.memory import stats as in_use
+from robust_train.memory import in_use
 from robust_train.memory.cuda import cached_on
 from robust_train.model.failure import FailureKind
 from robust_train.readable import GIB

@@ -23,9 +23,9 @@ from robust_train.memory.cuda import (
     busiest_gpu,
     cached_on,
     device_index,
-    limit_when_cuda_starts,
     started_torch,
 )
+from robust_train.memory.limits import limit_when_cuda_starts
 from robust_train.memory.reports import record_history_after_an_oom, write_out_of_memory
 from robust_train.model.errors import RankFailure
 from robust_train.model.events import MemoryCleared, MemoryTight

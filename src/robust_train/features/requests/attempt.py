@@ -20,8 +20,8 @@ from robust_train.attempt.live import LiveAttempt
 from robust_train.config.projects import Words
 from robust_train.config.schema import RobustConfig
 from robust_train.folder.requests import LAUNCHERS_VERB, RefusedError, Reply, Request, find_requests
+from robust_train.memory.in_use import memory_in_use
 from robust_train.memory.reports import perform
-from robust_train.memory.stats import memory_in_use
 from robust_train.model.events import RequestDone
 from robust_train.readable import named_line
 
