@@ -80,14 +80,14 @@ class Devices:
         self.excluded = []
         self.acquired_at = 0.0
 
-    def ended(self, attempt):
+    def record_end(self, attempt):
         if attempt.failure is None:
             return FreeBytes()
         if attempt.kind is FAULT:
             self.excluded.append(attempt.failure.message)
         return FreeBytes(2, 1)
 
-    def who_waits(self):
+    def find_job_to_yield_to(self):
         return SimpleNamespace(shown_id="b", owner=0)
 
     def leave(self, count):

@@ -16,11 +16,11 @@ from robust_train.queue.plan import (
     LONGEST,
     Plan,
     describe,
+    find_job_to_yield_to,
+    find_open_gpus,
     gpu_states,
     has_room,
-    open_to,
     queue_order,
-    waits_for,
     who_goes_first,
     why_waiting,
 )
@@ -87,8 +87,8 @@ def granted(jobs, gpus, now=NOW):
 def test_equal_tickets_are_served_by_arrival():
     early, late = (replace(job(9), id=name, queued_at=at) for name, at in (("b", 1.0), ("a", 2.0)))
     assert list(granted([late, early], [gpu(A)])) == ["b"]
-    assert open_to(late, [early], [gpu(A)], NOW) == ()
-    assert len(open_to(early, [late], [gpu(A)], NOW)) == 1
+    assert find_open_gpus(late, [early], [gpu(A)], NOW) == ()
+    assert len(find_open_gpus(early, [late], [gpu(A)], NOW)) == 1
 
 
 TWO, FOUR = {"jobs_per_device": 2}, {"jobs_per_device": 4}
@@ -174,10 +174,12 @@ def test_who_gets_what(jobs, gpus, gets):
 def test_a_running_job_moves_if_none_waits_before():
     """A job that waits in front of it goes first."""
     gpus, me = [gpu(A), gpu(B)], job(5)
-    assert [one.uuid for one in open_to(me, [job(9, 30000)], gpus, NOW)] == [A, B]
-    assert len(open_to(me, [job(1, 30000)], gpus, NOW)) == 1
-    assert not open_to(me, [job(1, 30000), held(B)], gpus, NOW)
-    assert not open_to(me, [job(9, user=BOB), held(A, id="x")], [gpu(B)], NOW), "bob holds less"
+    assert [one.uuid for one in find_open_gpus(me, [job(9, 30000)], gpus, NOW)] == [A, B]
+    assert len(find_open_gpus(me, [job(1, 30000)], gpus, NOW)) == 1
+    assert not find_open_gpus(me, [job(1, 30000), held(B)], gpus, NOW)
+    assert not find_open_gpus(me, [job(9, user=BOB), held(A, id="x")], [gpu(B)], NOW), (
+        "bob holds less"
+    )
 
 
 def test_jobs_that_do_not_poll_are_passed():
@@ -282,7 +284,8 @@ def test_an_expired_time_slice_frees_reserved_gpus(waiting, leaves):
     left = [
         one.gpus[0][-1]
         for one in jobs[:4]
-        if waits_for(one, [other for other in jobs if other is not one], gpus, NOW) is not None
+        if find_job_to_yield_to(one, [other for other in jobs if other is not one], gpus, NOW)
+        is not None
     ]
     assert "".join(left) == leaves
 
@@ -319,7 +322,7 @@ def test_each_gpu_lists_its_jobs_and_shares():
 
 TAKEN = "taken, one job per GPU (gpu_jobs_per_device=1"
 FULL = gpu(C, 2000, processes=(GpuProcess(812, 30000 * MIB),))
-BESIDE = "GPU 0: 2000 of 4000 MiB free beside job on-GPU-a"
+BESIDE = "GPU 0: 2000 of 4000 MiB free next to job on-GPU-a"
 ONE_OF_TWO = "1 of 2 GPUs available; GPU 1: 2000 of 6000 MiB free"
 LOST = gpu(B, unusable="the driver reports that it has to be reset (nvidia-smi --gpu-reset)")
 

@@ -167,7 +167,7 @@ class QueueMachine(RuleBasedStateMachine):
         member = data.draw(st.sampled_from(self.those(attempt=True, has_launcher=True)))
         self.end_attempt(member)
         member.queue.drain()
-        here = [gpu.uuid for gpu in member.queue.open_gpus()]
+        here = [gpu.uuid for gpu in member.queue.find_open_gpus()]
         if moves and len(here) >= len(member.gpus):
             wanted = tuple(data.draw(st.permutations(here))[: len(member.gpus)])
             if member.queue.take(wanted, member.request.min_bytes):

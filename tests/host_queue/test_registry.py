@@ -81,11 +81,11 @@ def running_in(base):
 def test_a_faulty_gpu_is_excluded_until_included(registry):
     """Its hardware failed."""
     assert registry.exclude(A.uuid, "/runs/1", "ECC")
-    (excluded,) = registry.marked((replace(A, owned=True),))
+    (excluded,) = registry.mark_excluded((replace(A, owned=True),))
     assert "excluded for another 30 min by a job of" in str(excluded.unusable)
     assert not excluded.owned, "no end of a job makes it usable"
     assert registry.include(A.uuid)
-    assert registry.marked((A,)) == (A,)
+    assert registry.mark_excluded((A,)) == (A,)
     assert not registry.include(A.uuid)
 
 
@@ -205,7 +205,7 @@ def test_replacing_the_directory_spares_running_jobs(base, caplog):
     assert job.take([A.uuid], 5000 * MIB)
     (line,) = [record.msg for record in caplog.records if "without a reservation" in record.msg]
     assert "gpu_queue=/" in line, "a project's keys can be put there"
-    assert [gpu.uuid for gpu in job.open_gpus()] == [A.uuid]
+    assert [gpu.uuid for gpu in job.find_open_gpus()] == [A.uuid]
     job.release()
 
 
@@ -246,7 +246,7 @@ def test_an_unreachable_directory_is_not_empty(tmp_path, monkeypatch):
     def look():
         with contextlib.redirect_stderr(io.StringIO()) as said:
             assert (main(["queue"]), main(["gpus"])) == (2, 0)
-        assert "cannot be used (Permission denied); name another one" in said.getvalue()
+        assert "cannot be used (Permission denied); name another directory" in said.getvalue()
 
     assert main(["queue"]) == 0, "before it is made"
     with as_another_user(look):
@@ -421,7 +421,7 @@ def test_out_of_files_no_gpu_counts_as_free(registry):
             registry.jobs()
         with pytest.raises(QueueError, match=r"cannot be used \(Too many open files\)"):
             Registry(registry.base)
-        assert registry.marked((A,)) == (A,)
+        assert registry.mark_excluded((A,)) == (A,)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

@@ -138,7 +138,7 @@ def test_a_slow_driver_lets_no_one_pass(host, later, capsys, monkeypatch):
     assert first.poll() == []
     slowly = lambda processes: [later(UNSEEN_SECONDS + 1), Job.read(behind, processes)][1]  # noqa: E731
     running.queue.read_machine = behind.queue.read_machine = slowly
-    assert running.queue.open_gpus() == (), "first was there before"
+    assert running.queue.find_open_gpus() == (), "first was there before"
     assert first.poll() == []
     running.end()
     assert behind.poll() == []
@@ -268,7 +268,7 @@ def test_a_hanging_waiter_delays_only_itself(host, later):
         assert behind.poll() == []
 
     def one_ends():
-        assert running[1].queue.open_gpus() == ()
+        assert running[1].queue.find_open_gpus() == ()
         assert not running[1].queue.take(["GPU-0"], 4000 * MIB)
         running[0].end()
         assert behind.poll() == [0]

@@ -63,8 +63,8 @@ hardware = Evidence(clue="hardware")
 ecc = Failure(FailureKind.DEVICE_FAULT, "CUDA error: uncorrectable ECC error", hardware, rank=1)
 spec = AttemptSpec(group, 8, 1, ranks=len(group))
 attempt = Attempt(1, spec, failure=ecc, memory={"max_allocated": 8 * 1024 * MIB})
-job.begin(group)
-assert job.ended(attempt).after // MIB == 30000
+job.note_free_memory(group)
+assert job.record_end(attempt).after // MIB == 30000
 assert [one.uuid for one in registry.exclusions()] == [group[1].uuid]
 assert registry.jobs()[0].state == "draining"
 offers = job.offers().gpus
@@ -92,10 +92,10 @@ group = job.acquire()
 fault = Failure(FailureKind.DEVICE_FAULT, "CUDA error: an illegal memory access")
 memory = {"max_allocated": 75000 * MIB}
 attempt = Attempt(1, AttemptSpec(group, 8, 1), failure=fault, memory=memory)
-job.begin(group)
-job.ended(attempt)
+job.note_free_memory(group)
+job.record_end(attempt)
 assert job.take((job.offers().gpus[1],)), "the other GPU is free"
-room = job.leave(1)
+room = job.release_for_others(1)
 assert room.free_bytes == 79500 * MIB
 assert indexes(job.wait_for_room(room, for_ever=True)) == [0]
 """,

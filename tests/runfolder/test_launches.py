@@ -115,7 +115,7 @@ def test_a_refusal_without_checkpoints_explains_reporting(tmp_path):
     (tmp_path / "job.json").write_text('{"id": "of an earlier version", "started": 1.0}')
     assert launch(tmp_path, most=1) == "of an earlier version", "it has had no launch"
     with pytest.raises(
-        NoProgressError, match=r"none was ever reported \(a script's: --checkpoint\)"
+        NoProgressError, match=r"no checkpoint was ever reported \(for a script, use --checkpoint\)"
     ):
         launch(tmp_path, most=1)
 

@@ -128,7 +128,7 @@ def test_a_lost_hosts_lock_is_waited_for(tmp_path, caplog, held):
     threading.Timer(0.8, held.release).start()
     take(tmp_path)
     (record,) = caplog.records
-    assert "for the lock of a host that is lost" in record.getMessage()
+    assert "until the disk releases the lock of a lost host" in record.getMessage()
 
 
 @pytest.mark.parametrize("operation", [fcntl.LOCK_SH, fcntl.LOCK_EX])

@@ -232,7 +232,7 @@ def test_a_used_folder_says_a_job_is_new(tmp_path, caplog):
     assert "a new one" not in caplog.text
     complete_job(tmp_path, first)
     begin_job(tmp_path, resume=True)
-    told = f"job {shown_id(first)} of this run folder has completed: this is a new one"
+    told = f"job {shown_id(first)} of this run folder has completed: starting a new job"
     assert told in caplog.text
 
 

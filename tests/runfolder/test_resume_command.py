@@ -144,7 +144,7 @@ def test_launching_programs_take_other_values_too(here):
     assert "given 0 1" in typed(here, *proposed.split()).stdout
     (here / "loop.py").write_text(LAUNCHES.replace("at times", "at other times"))
     changed = typed(here, "resume", "mine=2", "max_launches=1")
-    assert "counted anew, for files have changed: loop.py" in changed.stdout
+    assert "is reset, because files have changed: loop.py" in changed.stdout
     assert "given 1 2" in changed.stdout
 
 

@@ -39,7 +39,7 @@ def test_only_a_single_live_run_needs_no_name(tmp_path):
                 choose_run(str(os.getpid()))
             with pytest.raises(NoLiveRunError, match="means 2 runs"):
                 choose_run(str(tmp_path), dead_too=True)
-            with pytest.raises(NoLiveRunError, match=r"3-cccccc: no run of yours .* alive are:"):
+            with pytest.raises(NoLiveRunError, match=r"3-cccccc: no run of yours .* live runs:"):
                 choose_run("3-cccccc")
 
 
@@ -66,12 +66,14 @@ def test_the_default_is_the_last_of_this_directory(tmp_path, started_in, monkeyp
         only_live = choose_run(None, dead_too=True)
         assert only_live.id == elsewhere.state.id
     assert choose_run(None, dead_too=True).id == last.state.id
-    with pytest.raises(NothingAliveError, match=f"the last of this directory is {last.state.id}"):
+    with pytest.raises(
+        NothingAliveError, match=f"the last run of this directory is {last.state.id}"
+    ):
         choose_run(None)
     monkeypatch.chdir(only_live.run_dir)
     assert choose_run(None, dead_too=True).id == elsewhere.state.id
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(NoLiveRunError, match="none was started in this directory") as refusal:
+    with pytest.raises(NoLiveRunError, match="no run was started in this directory") as refusal:
         choose_run(None, dead_too=True, command="logs")
     assert f"robust-train logs {last.state.id}" in str(refusal.value)
 

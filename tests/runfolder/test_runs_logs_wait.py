@@ -88,7 +88,7 @@ def test_all_commands_choose_the_same_unnamed_run(tmp_path, says):
     assert says("wait").out == f"{job} completed; {tmp_path / 'a'}\n"
     assert says("report").out == f"{tmp_path / 'a' / 'report.html'}\n"
     assert f"{job} has completed: nothing is left to do" in says("resume", code=1).err
-    assert f"the last of this directory is {job}, completed" in says("stop", code=1).err
+    assert f"the last run of this directory is {job}, completed" in says("stop", code=1).err
 
 
 def test_a_sweeps_name_is_always_its_folder(tmp_path, says):

@@ -64,7 +64,7 @@ def doctor(arguments: Namespace) -> Answer:
                     return Answer(shown=[f"{arguments.include} is no longer excluded"])
                 return Answer(error=problem)
             jobs = registry.jobs()
-            inventory = replace(inventory, gpus=registry.marked(inventory.gpus))
+            inventory = replace(inventory, gpus=registry.mark_excluded(inventory.gpus))
             queue["jobs"] = len(jobs)
             queue["file_system"] = registry.file_system
             if registry.owner:  # who could remove reservations of others

@@ -47,7 +47,7 @@ def gpus(arguments: Namespace) -> Answer:
     with contextlib.suppress(QueueError):
         if is_made(path):
             with contextlib.closing(Registry(path)) as registry:
-                inventory = replace(inventory, gpus=registry.marked(inventory.gpus))
+                inventory = replace(inventory, gpus=registry.mark_excluded(inventory.gpus))
                 jobs = registry.jobs()
     data = machine(inventory, jobs)
     shown: list[str | Table] = [data["problem"]] if data["problem"] else []
@@ -138,7 +138,7 @@ def queue(arguments: Namespace) -> Answer:
         gpus: Sequence[GpuInfo] = ()
         if jobs_now:
             inventory = read_inventory(processes=False)
-            gpus = registry.marked(inventory.gpus)
+            gpus = registry.mark_excluded(inventory.gpus)
             if not inventory.answered:
                 warnings.append(str(inventory.problem))
     plan = Plan(jobs_now, gpus, now, limit)

@@ -1,5 +1,7 @@
-"""The best checkpoint of a job: ``best.pt`` next to the newest checkpoints, and the reason in
-``best.json``."""
+"""Keeps the best checkpoint of a job as ``best.pt``, and its rating in ``best.json``.
+
+The attempt's process writes both files into ``checkpoints/``. The launcher and commands read them.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ class Best:
     schema: int = 1
 
     def is_better_than(self, other: Best | None) -> bool:
-        """Return whether this checkpoint replaces ``other``, which has to be worse."""
+        """Return whether this checkpoint is better than ``other``, and so replaces it."""
         if not math.isfinite(self.value):
             return False
         if other is None or (other.mode, other.figure) != (self.mode, self.figure):
@@ -40,13 +42,12 @@ class Best:
         return self.value > other.value
 
     def about(self, folder: Path) -> dict[str, Json]:
-        """Return it for ``summary.json``, with its path."""
+        """Return the rating and the path of the checkpoint, for ``summary.json``."""
         return {"path": str(folder / BEST_NAME), **asdict(self)}
 
 
 def read_best(folder: Path) -> Best | None:
-    """Return the best checkpoint in a folder, or None if it does not exist or its record is
-    damaged."""
+    """Return the rating of the best checkpoint in a folder, or None without a readable rating."""
     if not (folder / BEST_NAME).is_file():
         return None
     with contextlib.suppress(MalformedEventError):
@@ -55,16 +56,19 @@ def read_best(folder: Path) -> Best | None:
 
 
 def best_in(folder: Path) -> dict[str, Json] | None:
-    """Return the best checkpoint in a folder for ``summary.json``, if it exists."""
+    """Return the best checkpoint in a folder for ``summary.json``, None if there is none."""
     best = read_best(folder)
     return None if best is None else best.about(folder)
 
 
 def keep_if_best(checkpoint: Path, best: Best) -> None:
-    """Keep a file as ``best.pt`` too, unless the present ``best.pt`` is as good.
+    """Keep a checkpoint as ``best.pt`` too, if it is better than the current ``best.pt``.
 
-    It is a hard link if the disk supports them, which costs neither time nor space until the first
-    name is removed. Raises OSError if it cannot be written.
+    ``best.pt`` is a hard link if the disk supports hard links, because a link takes no time and no
+    additional space.
+
+    Raises:
+        OSError: the file cannot be written.
     """
     folder = checkpoint.parent
     if not best.is_better_than(read_best(folder)):
@@ -78,5 +82,9 @@ def keep_if_best(checkpoint: Path, best: Best) -> None:
 
 
 def record_best(folder: Path, best: Best) -> None:
-    """Write ``best.json``, after its file. Raises OSError."""
+    """Write ``best.json``, once ``best.pt`` is complete.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     write_json(folder / RECORD_NAME, asdict(best), durable=True)

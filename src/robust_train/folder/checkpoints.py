@@ -1,10 +1,10 @@
-"""Checkpoints on the disk: written whole or not at all, each named by a manifest.
+"""Writes checkpoints and their manifests, and finds the newest whole checkpoint.
 
-A manifest is a small file beside a checkpoint that names its job, step, size and checksum.
-Manifests decide which checkpoint a job resumes from and which it may remove. A full disk may have
-prevented a manifest. A checkpoint without a manifest is never removed, and a job resumes from it if
-it is whole and its name has a later step. A manifest whose checkpoint is missing, or has another
-size or checksum, does not name a whole checkpoint.
+A manifest is a small file next to a checkpoint that names its job, step, size and checksum. The
+attempt's process writes both, and the launcher reads the manifests to decide from which checkpoint
+the job resumes. A checkpoint that is missing, or has another size or checksum than its manifest, is
+not whole. A checkpoint without a manifest, which a full disk may have prevented, is never removed.
+A job resumes from it if it is whole and its name has a later step.
 """
 
 from __future__ import annotations
@@ -33,80 +33,91 @@ from robust_train.readable import first_line
 
 log = logging.getLogger("robust_train")
 
+# Matches absolute paths in a message.
 _IN_TEXT = re.compile(r"/[^\s'\":;,]+")
+# A disk with less free space counts as full.
 _LEAST_BYTES = 1 << 20
 
 SUFFIX = ".manifest.json"
 SCHEMA = 1
-_MOST = 1000
+_MOST = 1000  # manifests that are kept, for a trainer that never removes a checkpoint
 _BLOCK_BYTES = 1 << 20
-_END_BYTES = 1 << 16
+_END_BYTES = 1 << 16  # how much of a file's end `checksum_of` reads
 _GONE = (FileNotFoundError, NotADirectoryError)
 
+# The state of a checkpoint. "changed": changed since its manifest was written, in a format that
+# does not show whether it is whole.
 State = Literal["whole", "changed", "torn", "gone"]
-"""State of a checkpoint. ``changed`` means changed since its manifest, in a form that hides its
-content."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where ``run.batches`` was in the data."""
+    """The position of ``run.batches`` in the data."""
 
-    batches: int = 0  # given since the job began, 0 if it is not used
-    in_pass: int = 0  # batches of the present pass over the loader
-    samples: int | None = None  # samples of the present pass, None if not counted
-    size: int | None = None  # samples in the largest of them
-    # samples that they were to have: the loader's batch size, else the config's; 0 if neither
+    batches: int = 0  # batches since the job began, 0 if `run.batches` is not used
+    in_pass: int = 0  # batches of the current pass over the loader
+    samples: int | None = None  # samples of the current pass, None if not counted
+    size: int | None = None  # samples in the largest batch of the pass
+    # The intended samples per batch: the loader's batch size, or the config's. 0 without either.
     asked: int = 0
-    workers: int = 1  # those that take turns to read a stream
+    workers: int = 1  # data-loader workers that take turns to read a stream
     ranks: int = 1
-    order: int | None = None  # a checksum of what shuffled the pass
-    loader: Json = None  # the state dict of a loader that has one
+    order: int | None = None  # a checksum of the state that shuffled the pass
+    loader: Json = None  # the loader's state dict, None if it has no state dict
 
 
+# The position before the first batch.
 START = Position()
-"""Before all data."""
 
-
+# Values of `Manifest.loss` for a checkpoint from which no attempt resumes.
 USELESS = frozenset({"diverged", "damaged"})
-"""Values of `loss` of a checkpoint that no attempt resumes from."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """One checkpoint."""
+    """The description of one checkpoint."""
 
-    job: str  # identity of the job that saved it, see identity
+    job: str  # identity of the job that saved it
     attempt: int  # number of the attempt that saved it
-    step: int | None  # optimizer steps done, None if the trainer reported none
-    # absolute; in the file relative to the manifest where it lies beside it
+    step: int | None  # optimizer steps done, None if the trainer reported no step
+    # Absolute. In the file, the path of a checkpoint next to its manifest is relative.
     path: Path
     time: float = 0.0  # when it was complete, seconds since the epoch
-    bytes: int = 0  # the size of its files altogether
-    # Seconds for which saving held up training, None if not measured.
+    bytes: int = 0  # total size of its files
+    # Seconds for which saving delayed training, None if not measured.
     seconds: float | None = None
-    # what the loss was then: `finite`, and `proven` once it stayed so; `diverged`, also if that
-    # came out later; `unknown`. `damaged`: its script could not read it
+    # The loss at that step: `finite`, `proven` if it stayed finite after that, `diverged` even if
+    # that was noticed later, or `unknown`. `damaged` means that a script could not read the file.
     loss: str = "unknown"
     position: Position = START
-    checksum: int | None = None  # see checksum_of; None of what an earlier version saved
-    # see content_of; None if it was not read back
-    content: int | None = None
+    checksum: int | None = None  # of `checksum_of`; None if an earlier version saved it
+    content: int | None = None  # of `content_of`; None if the checkpoint was not read back
 
     @property
     def order(self) -> tuple[int, int, float]:
-        """Return what sorts a job's checkpoints, the newest last: those of a later attempt are
-        later, whatever steps its trainer counts."""
-        return self.attempt, -1 if self.step is None else self.step, self.time
+        """Sort key of a job's checkpoints, the newest last.
+
+        A checkpoint of a later attempt is newer, however its trainer counts steps.
+        """
+        step = -1 if self.step is None else self.step
+        return self.attempt, step, self.time
 
 
 def record_checkpoint(folder: Path, new: Manifest) -> None:
-    """Write the manifest of a complete checkpoint, once the checkpoint itself is on the disk, with
-    its time, size and checksum. It is in ``folder``, the run's folder of checkpoints, or anywhere
-    else. Raises OSError if it is not there, or the manifest cannot be written."""
+    """Write the manifest of a complete checkpoint, with its time, size and checksum.
+
+    The checkpoint itself is flushed to disk first.
+
+    Args:
+        folder: the run's folder of checkpoints. The checkpoint may be somewhere else.
+        new: the manifest without these figures.
+
+    Raises:
+        OSError: the checkpoint does not exist, or the manifest cannot be written.
+    """
     path = new.path.absolute()
     sync_all(path)
-    # the clock may have been set back
+    # The time grows even if the clock was set back.
     latest = max((manifest.time for manifest in of_job(folder, new.job)), default=0.0)
     manifest = replace(
         new,
@@ -119,21 +130,30 @@ def record_checkpoint(folder: Path, new: Manifest) -> None:
     _write(folder, manifest)
     sync(folder.parent)
     for newer, other in enumerate(reversed(of_job(folder, new.job))):
-        # removed by a trainer's own rotation; or a trainer that keeps all of them
-        if other.order < manifest.order and (newer >= _MOST or not other.path.exists()):
+        # The trainer itself may have removed an older checkpoint. A trainer that keeps all
+        # checkpoints would leave too many manifests.
+        is_surplus = newer >= _MOST or not other.path.exists()
+        if other.order < manifest.order and is_surplus:
             _file_of(folder, other.path).unlink(missing_ok=True)
 
 
 def _write(folder: Path, manifest: Manifest) -> None:
     path = manifest.path
-    beside = path.parent == folder.absolute()
-    where = path.name if beside else str(path)
-    content = {"schema": SCHEMA, **asdict(manifest), "path": where}
+    written_path = str(path)
+    if path.parent == folder.absolute():
+        written_path = path.name
+    content = {"schema": SCHEMA, **asdict(manifest), "path": written_path}
     write_json(_file_of(folder, path), content, durable=True)
 
 
 def mark(folder: Path, job: str, loss_of: Callable[[Manifest], str]) -> None:
-    """Write down what is known by now of the loss at each checkpoint of ``job``."""
+    """Update the manifests of ``job`` with the current knowledge of the loss at each checkpoint.
+
+    Args:
+        folder: the folder of checkpoints.
+        job: the job's identity.
+        loss_of: returns the new value of `Manifest.loss`.
+    """
     for manifest in of_job(folder, job):
         loss = loss_of(manifest)
         if loss != manifest.loss:
@@ -141,33 +161,55 @@ def mark(folder: Path, job: str, loss_of: Callable[[Manifest], str]) -> None:
 
 
 def spoil(folder: Path, job: str, good_step: int, since: float = math.inf) -> None:
-    """Exclude checkpoints of diverged training from resumption. These are checkpoints after
-    ``good_step`` or, if their step is unknown, written at ``since`` or later. Proven checkpoints
-    stay proven, and finite checkpoints before that step become proven."""
+    """Mark the checkpoints of diverged training, so that no attempt resumes from them.
+
+    Proven checkpoints stay proven, and finite checkpoints before ``good_step`` become proven.
+
+    Args:
+        folder: the folder of checkpoints.
+        job: the job's identity.
+        good_step: the last step at which training was good. Later checkpoints are marked.
+        since: when training diverged. Checkpoints without a step are marked from then on.
+    """
 
     def loss_of(manifest: Manifest) -> str:
-        is_after = manifest.time >= since if manifest.step is None else manifest.step > good_step
+        if manifest.step is None:
+            is_after = manifest.time >= since
+            is_before = False
+        else:
+            is_after = manifest.step > good_step
+            is_before = manifest.step < good_step
         if is_after and manifest.loss != "proven":
             return "diverged"
-        is_followed = manifest.step is not None and manifest.step < good_step
-        return "proven" if is_followed and manifest.loss == "finite" else manifest.loss
+        if is_before and manifest.loss == "finite":
+            return "proven"
+        return manifest.loss
 
     mark(folder, job, loss_of)
 
 
 def damage_in(path: Path, *, reads: bool) -> str:
-    """Return what is wrong with a checkpoint, empty if nothing is known to be. With ``reads``, all
-    that has checksums of its own is read and compared with them. Raises OSError."""
+    """Return a description of the damage in a checkpoint, empty if no damage is known.
+
+    Args:
+        path: the checkpoint, a file or a folder.
+        reads: whether to read the files that contain checksums, and compare them.
+
+    Raises:
+        OSError: the checkpoint cannot be read now.
+    """
     for file in _files_of(path):
         if _file_by_form(file) is False:
             return f"{file.name} is torn"
-        if reads and (bad := _bad_part(file)):
-            return bad
+        if reads:
+            damage = _damage_in_zip(file)
+            if damage:
+                return damage
     return ""
 
 
-def _bad_part(file: Path) -> str:
-    """Return what is wrong with a zip file whose parts are compared with their checksums."""
+def _damage_in_zip(file: Path) -> str:
+    """Return the damage in a zip file, whose parts are compared with their checksums."""
     try:
         if not _is_zip(file):
             return ""
@@ -176,7 +218,7 @@ def _bad_part(file: Path) -> str:
     except MemoryError:
         raise
     except Exception as error:
-        # a damaged header makes it raise nearly anything, EINVAL for a bad offset
+        # A damaged header may cause nearly any exception, such as EINVAL for a bad offset.
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise
         return f"{file.name}: {first_line(error)}"
@@ -184,8 +226,11 @@ def _bad_part(file: Path) -> str:
 
 
 def content_of(path: Path) -> int:
-    """Return a checksum of all files that have none of their own, such as those of safetensors.
-    Raises OSError."""
+    """Return a checksum of all files that contain no checksums, such as safetensors files.
+
+    Raises:
+        OSError: the checkpoint cannot be read now.
+    """
     checksum = 0
     for file in _files_of(path):
         if not _is_zip(file):
@@ -196,32 +241,46 @@ def content_of(path: Path) -> int:
 
 
 def pass_over_damaged(folder: Path, job: str, path: Path, *, lacks_file: bool = False) -> bool:
-    """Exclude a checkpoint that its script could not read from resumption, if an earlier checkpoint
-    exists, and return whether it does. A checkpoint that can be read here is not damaged, unless it
-    is a folder that ``lacks_file``."""
+    """Mark a checkpoint that its script could not read, so that no attempt resumes from it.
+
+    Args:
+        folder: the folder of checkpoints.
+        job: the job's identity.
+        path: the checkpoint.
+        lacks_file: whether it is a folder that lacks a file. Otherwise a checkpoint that can be
+            read here is not damaged.
+
+    Returns:
+        Whether the checkpoint was marked, because the job has another whole checkpoint.
+    """
+
+    def loss_of(manifest: Manifest) -> str:
+        return "damaged" if manifest.path == path else manifest.loss
+
     with contextlib.suppress(OSError):
         if not lacks_file and is_readable(path):
             return False
-        manifests = of_job(folder, job)
-        others = (manifest for manifest in manifests if manifest.path != path)
-        before = (manifest for manifest in others if manifest.loss not in USELESS)
-        if any(state_of(manifest) == "whole" for manifest in before):
-            mark(
-                folder, job, lambda manifest: "damaged" if manifest.path == path else manifest.loss
-            )
-            return True
+        for manifest in of_job(folder, job):
+            is_other = manifest.path != path and manifest.loss not in USELESS
+            if is_other and state_of(manifest) == "whole":
+                mark(folder, job, loss_of)
+                return True
     return False
 
 
 def is_readable(path: Path) -> bool:
-    """Return whether a checkpoint shows that it is whole, by its form and its own checksums."""
+    """Return whether a checkpoint is certainly whole, by its format and the checksums in it."""
     return bool(whole_by_form(path)) and not damage_in(path, reads=True)
 
 
 def newest_checkpoint(folder: Path, job: str) -> Manifest | None:
-    """Return the newest whole checkpoint of ``job``, None if it has none. All of it is read: a
-    library may load wrong bytes without a word. Raises OSError if the folder, a manifest or a
-    checkpoint cannot be read just now."""
+    """Return the newest whole checkpoint of ``job``, None if it has no whole checkpoint.
+
+    The whole checkpoint is read, because a library may load damaged bytes without an error.
+
+    Raises:
+        OSError: the folder, a manifest or a checkpoint cannot be read now.
+    """
     changed: Manifest | None = None
     for manifest in reversed(of_job(folder, job)):
         if manifest.loss in USELESS:
@@ -230,15 +289,16 @@ def newest_checkpoint(folder: Path, job: str) -> Manifest | None:
         state = state_of(manifest)
         damage = "torn" if state == "torn" else ""
         if state == "whole":
-            # where one without a manifest was in the data is not known
-            counts_batches = manifest.position != START
-            if not counts_batches and (newer := _unlisted(folder, manifest)):
-                return newer
-            # now all of it is read; without a checksum to compare with, nothing is read for one
+            # A checkpoint without a manifest has no position in the data, so it is not used if the
+            # trainer counts batches.
+            if manifest.position == START:
+                unlisted = _find_unlisted(folder, manifest)
+                if unlisted is not None:
+                    return unlisted
             damage = damage_in(path, reads=True)
             content = manifest.content
-            is_same = damage or content is None or content == content_of(path)
-            state = "whole" if is_same else "changed"
+            if not damage and content is not None and content != content_of(path):
+                state = "changed"
         if damage:
             log.warning("checkpoint %s is damaged (%s) and is skipped", path, damage)
         elif state == "changed":
@@ -252,18 +312,24 @@ def newest_checkpoint(folder: Path, job: str) -> Manifest | None:
         text = "checkpoint %s has changed since it was reported; using it"
         log.warning(text, changed.path)
         return changed
-    return _unlisted(folder, Manifest(job, 0, -1, folder / _OURS))
+    return _find_unlisted(folder, Manifest(job, 0, -1, folder / _OURS))
 
 
+# A name of this package's own checkpoints.
 _OURS = "step-0.pt"
 
 
-def _unlisted(folder: Path, newest: Manifest) -> Manifest | None:
-    """Return the newest whole checkpoint without a manifest whose name is like ``newest`` but with
-    greater numbers, or None. Raises OSError as above."""
+def _find_unlisted(folder: Path, newest: Manifest) -> Manifest | None:
+    """Return the newest whole checkpoint that has no manifest, or None.
+
+    Its name differs from the name of ``newest`` only by greater numbers.
+
+    Raises:
+        OSError: the folder, a manifest or a checkpoint cannot be read now.
+    """
     listed = read_manifests(folder)
     if any(manifest.loss == "diverged" for manifest in listed):
-        return None  # it may be spoiled as well
+        return None  # training may have diverged before the checkpoint without a manifest
     listed_paths = {manifest.path for manifest in listed}
     shape, numbers = _shape(newest.path.name)
     unlisted = []
@@ -280,20 +346,23 @@ def _unlisted(folder: Path, newest: Manifest) -> Manifest | None:
 
 
 def _shape(name: str) -> tuple[str, list[int]]:
-    """Return a name without its numbers, and these."""
-    return re.sub(r"[0-9]+", "#", name), [int(number) for number in re.findall("[0-9]+", name)]
+    """Return a name with ``#`` in place of its numbers, and the numbers."""
+    numbers = [int(number) for number in re.findall("[0-9]+", name)]
+    return re.sub(r"[0-9]+", "#", name), numbers
 
 
 def is_read_only(path: Path) -> bool:
-    """Return whether nothing can be written on the disk of a path."""
+    """Return whether the disk of a path is mounted read-only."""
     with contextlib.suppress(OSError):
         return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
     return False
 
 
 def why_full(run_dir: Path, message: str, needed_bytes: int = 0) -> str:
-    """Name the disk that is full: that of a path in a failure's ``message``, or the run folder's,
-    which has to take another checkpoint. Returns an empty string if there is room.
+    """Return which disk is full, empty if no disk is.
+
+    The disks of paths in ``message`` are checked first, then whether the run folder's disk has
+    space for another checkpoint.
 
     Args:
         run_dir: the run folder.
@@ -309,11 +378,11 @@ def why_full(run_dir: Path, message: str, needed_bytes: int = 0) -> str:
         size = max(needed_bytes or size, _LEAST_BYTES)
         place = folder if folder.is_dir() else run_dir
         disk = os.statvfs(place)
-        # else others would have no space while it is tried, and where a disk cannot reserve any
-        # (NFS before 4.2) what is left would be written full each time
+        # Without this check the test below would take the last space from other programs. A disk
+        # that cannot reserve space (NFS before 4.2) would even be written full each time.
         if disk.f_blocks and disk.f_bavail * disk.f_frsize < size:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        # what counts space, inodes and a quota
+        # Reserving space also fails for a lack of inodes and for a quota.
         with tempfile.TemporaryFile(dir=place) as file:
             os.posix_fallocate(file.fileno(), 0, size)
             os.fsync(file.fileno())
@@ -328,8 +397,10 @@ def paths_in(message: str) -> list[Path]:
 
 
 def full_folder(paths: Iterable[Path]) -> Path | None:
-    """Return the folder of the first of these paths whose disk is full, itself if it is a folder;
-    None without any."""
+    """Return the folder of the first path whose disk is full, None if no disk is full.
+
+    The folder of a path that is itself a folder is that path.
+    """
     for path in paths:
         with contextlib.suppress(OSError):
             folder = path if path.is_dir() else path.parent
@@ -342,10 +413,12 @@ def full_folder(paths: Iterable[Path]) -> Path | None:
 
 
 def rotate(folder: Path, job: str, keep: int) -> None:
-    """Remove all but the newest ``keep`` whole checkpoints of ``job`` that have a manifest. The
-    last written checkpoint stays, as does every file without a manifest of this job. The newest
-    checkpoint that is proven to be good stays too. Until a checkpoint is proven, the oldest that
-    may be good stays."""
+    """Remove old checkpoints of ``job`` that have a manifest.
+
+    The newest ``keep`` whole checkpoints stay, and so does the last checkpoint that was written.
+    The newest proven checkpoint stays as well, or the oldest finite checkpoint if no checkpoint is
+    proven yet.
+    """
     try:
         manifests = [
             manifest
@@ -368,21 +441,29 @@ def rotate(folder: Path, job: str, keep: int) -> None:
                 if manifest.path.is_dir():
                     shutil.rmtree(manifest.path)
                 manifest.path.unlink(missing_ok=True)
-                # after it: killed in between, it counts as not whole
+                # The manifest is removed last, so that a checkpoint without a manifest, from which
+                # a job may resume, was never half removed.
                 _file_of(folder, manifest.path).unlink(missing_ok=True)
     except OSError as error:
         log.warning("surplus checkpoints cannot be removed: %s", error)
 
 
 def of_job(folder: Path, job: str) -> list[Manifest]:
-    """Return the manifests of ``job``, the newest checkpoint last. Raises OSError as below."""
-    manifests = (manifest for manifest in read_manifests(folder) if manifest.job == job)
+    """Return the manifests of ``job``, the newest checkpoint last.
+
+    Raises:
+        OSError: a manifest cannot be read now.
+    """
+    manifests = [manifest for manifest in read_manifests(folder) if manifest.job == job]
     return sorted(manifests, key=lambda manifest: manifest.order)
 
 
 def read_manifests(folder: Path) -> list[Manifest]:
-    """Return all manifests in a folder of checkpoints. Raises OSError if a manifest cannot be read
-    just now."""
+    """Return all manifests in a folder of checkpoints.
+
+    Raises:
+        OSError: a manifest cannot be read now.
+    """
     try:
         names = os.listdir(folder)
     except _GONE:
@@ -391,12 +472,18 @@ def read_manifests(folder: Path) -> list[Manifest]:
     for name in names:
         if name.endswith(SUFFIX) and not name.startswith("."):
             with contextlib.suppress(FileNotFoundError):
-                manifests.append(_read(folder.absolute() / name))
-    return list(filter(None, manifests))
+                manifest = _read(folder.absolute() / name)
+                if manifest is not None:
+                    manifests.append(manifest)
+    return manifests
 
 
 def state_of(manifest: Manifest) -> State:
-    """Return the state of a checkpoint. Raises OSError if it cannot be read just now."""
+    """Return the state of a checkpoint.
+
+    Raises:
+        OSError: the checkpoint cannot be read now.
+    """
     path = manifest.path
     try:
         is_as_large = size_of(path) == manifest.bytes
@@ -417,29 +504,38 @@ def _read(file: Path) -> Manifest | None:
     text = file.read_text(encoding="utf-8", errors="replace")
     try:
         manifest = from_json(Manifest, json.loads(text))
-    except (ValueError, RecursionError):  # MalformedEventError among them
+    except (ValueError, RecursionError):  # ValueError includes MalformedEventError
         log.warning("%s is not a manifest of a checkpoint and is skipped", file)
         return None
     return replace(manifest, path=file.parent / manifest.path)
 
 
 def sync_all(path: Path) -> None:
-    """Flush a file or folder, everything in it and its name to disk, so that a power cut cannot
-    lose it."""
+    """Flush a file or folder, everything in it and its name to disk."""
     for item in (path, *path.rglob("*"), path.parent):
         sync(item)
-    with contextlib.suppress(PermissionError):  # somewhere else on the disk
+    # A checkpoint outside of the run folder may have a parent that this user may not open.
+    with contextlib.suppress(PermissionError):
         sync(path.parent.parent)
 
 
 def size_of(path: Path) -> int:
-    """Return the size of a file, or of all in a folder, in bytes. Raises OSError."""
+    """Return the size of a file, or of all files in a folder, in bytes.
+
+    Raises:
+        OSError: the size cannot be read now.
+    """
     return sum(file.stat().st_size for file in _files_of(path))
 
 
 def checksum_of(path: Path) -> int:
-    """Return a checksum of the end of each file. A file of ``torch.save`` has the checksums of all
-    its parts there, so the cost does not grow with the size. Raises OSError."""
+    """Return a checksum of the end of each file, which costs the same for large and small files.
+
+    The end of a ``torch.save`` file contains the checksums of all its parts.
+
+    Raises:
+        OSError: the checkpoint cannot be read now.
+    """
     checksum = 0
     for file in _files_of(path):
         with file.open("rb") as opened:
@@ -449,17 +545,17 @@ def checksum_of(path: Path) -> int:
 
 
 def _file_of(folder: Path, path: Path) -> Path:
-    """Return the manifest of a checkpoint."""
+    """Return the path of a checkpoint's manifest."""
     elsewhere = f"-{zlib.crc32(os.fsencode(path)):08x}"
     if path.parent == folder.absolute():
         elsewhere = ""
     return folder / f"{path.name}{elsewhere}{SUFFIX}"
 
 
+# Suffixes of files that are still being written.
 UNFINISHED = (".tmp", ".temp", ".part", ".partial", ".incomplete", "~")
-"""How names of files end that are still being written."""
 
-_LARGEST_HEADER_BYTES = 100_000_000  # what safetensors itself accepts
+_LARGEST_HEADER_BYTES = 100_000_000  # the limit of safetensors itself
 
 
 def is_whole(path: Path) -> bool:
@@ -471,14 +567,19 @@ def is_whole(path: Path) -> bool:
 
 
 def whole_by_form(path: Path) -> bool | None:
-    """Return whether a file or folder is whole, None if its form does not show it.
+    """Return whether a file or folder is whole, None if its format does not show that.
 
-    Zip files (what ``torch.save`` and ``numpy.savez`` write) have their directory at the end,
-    safetensors their length at the beginning. Of other forms only an empty file is known to be
-    torn. A folder is whole if everything in it is. Raises OSError: it cannot be read.
+    Zip files, which ``torch.save`` and ``numpy.savez`` write, have their directory at the end.
+    Files of safetensors have their length at the beginning. In other formats, only an empty file is
+    known to be torn. A folder is whole if all of its files are whole.
+
+    Raises:
+        OSError: the checkpoint cannot be read now.
     """
     if not path.is_dir():
-        return _file_by_form(path) if path.stat().st_size else False
+        if path.stat().st_size == 0:
+            return False
+        return _file_by_form(path)
     files = files_in(path)
     if not files or any(file.name.endswith(UNFINISHED) for file in files):
         return False
@@ -500,11 +601,12 @@ def files_in(folder: Path) -> list[Path]:
 def _is_zip(path: Path) -> bool:
     try:
         return zipfile.is_zipfile(path)
-    except zipfile.BadZipFile:  # Its end is damaged.
+    except zipfile.BadZipFile:  # the end of the file is damaged
         return False
 
 
 def _file_by_form(path: Path) -> bool | None:
+    """Return whether a file is whole, None if its format does not show that."""
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
@@ -525,28 +627,28 @@ def _file_by_form(path: Path) -> bool | None:
     return bool(size == 8 + header_bytes + max(ends, default=0))
 
 
-# What a checkpoint holds, by name: state dictionaries, tensors, figures
+# The content of a checkpoint by name: state dicts, tensors and figures.
 Content = dict[str, Any]
 
 
 class CheckpointError(OSError):
-    """A checkpoint cannot be written. The message names file and reason.
+    """A checkpoint cannot be written. The message names the file and the reason.
 
     Attributes:
-        bytes: how large it would be, 0 if unknown.
+        bytes: the size that the file would have, 0 if unknown.
     """
 
     bytes = 0
 
 
 def save_checkpoint(content: Mapping[str, Any], path: str | Path) -> Path:
-    """Save ``content`` as ``path``, whole or not at all, without a second copy on the GPU::
+    """Save ``content`` as ``path``, completely or not at all, without a second copy on the GPU::
 
         save_checkpoint({"model": model, "optimizer": optimizer, "step": step}, "last.pt")
 
     Objects with a ``state_dict`` (modules, optimizers, schedulers, scalers) are saved as their
     state dict. ``torch.load(path, weights_only=True)`` reads the file. Storages are copied to the
-    host one at a time as they are written, so the host needs room for the largest storage only.
+    host one at a time while they are written, so the host needs room only for the largest storage.
 
     Args:
         content: the objects to save, by name.
@@ -563,14 +665,14 @@ def save_checkpoint(content: Mapping[str, Any], path: str | Path) -> Path:
 
 
 def write_atomically(content: Content, path: Path) -> Path:
-    """Save such that ``path`` is always absent, the old file or the new file, even after a power
-    cut.
+    """Save ``content`` as ``path``, which never holds half a file, even after a power cut.
 
-    Tensors on a GPU are copied to the host one at a time while they are written. Raises
-    CheckpointError if the write fails (no space, no permission, too large …). Then no part of it
-    stays on disk.
+    Tensors on a GPU are copied to the host one at a time while they are written.
+
+    Raises:
+        CheckpointError: the file could not be written. No part of it stays on disk.
     """
-    import torch  # here: the launcher reads manifests
+    import torch  # imported here, because the launcher uses this module without torch
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -584,7 +686,7 @@ def write_atomically(content: Content, path: Path) -> Path:
 
 
 def _bytes_written(content: Content) -> int:
-    """Return the size of a file with this content, which is written nowhere."""
+    """Return the size that a file with this content would have."""
     import torch
 
     size = _Size()
@@ -593,7 +695,7 @@ def _bytes_written(content: Content) -> int:
 
 
 class _Size:
-    """A file that counts what is written into it."""
+    """A file object that only counts the bytes written to it."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -605,12 +707,12 @@ class _Size:
         return written
 
     def flush(self) -> None:
-        """Do nothing: nothing is kept."""
+        """Do nothing, because no bytes are kept."""
 
 
 @contextlib.contextmanager
 def system_errors() -> Iterator[None]:
-    """Raise the system's error if torch's zip writer replaced it by its own."""
+    """Raise the system's error instead of the error with which torch's zip writer hides it."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,8 @@
-"""Hydra's knowledge of a job: its folders, overrides and config."""
+"""Reads a job's folders, overrides and config from Hydra, and creates the job's run folder.
+
+The launcher and the sweep call it in the process in which Hydra runs. Outside of Hydra, the
+functions fall back to the arguments of ``launch`` and to environment variables.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +37,11 @@ log = logging.getLogger("robust_train")
 _LONGEST_COMMAND = 2000
 _LIBRARIES = ("hydra", "hydra_plugins", "robust_train")
 _NOBODY = 65534  # a user of another namespace, or root of another host
+# Files of Hydra in a run folder, which exist before any file of this package.
 OF_HYDRA = re.compile(r"\.hydra|(?!attempt-\d+\.).*\.log")
-"""Hydra's files in a run folder, which exist before any of ours."""
+# Interpolations that differ between commands, and so between ranks or restarts.
 _CHANGES = re.compile(r"\$\{(now|robust_pid)\b|\$\{hydra[.:]job\.(id|num)\b")
-"""Interpolations that differ between commands, and so between ranks or restarts."""
+# Files that a run folder may contain before the first attempt.
 _BEFORE_ATTEMPTS = re.compile(
     rf"{OF_HYDRA.pattern}|requests|lock|(job|resolved|state|summary)\.json|journal\.jsonl|"
     r"report\.html"
@@ -44,9 +49,19 @@ _BEFORE_ATTEMPTS = re.compile(
 
 
 def run_folder(run_dir: str | Path | None, name: str) -> Path:
-    """Create and return the run folder. It is the given folder, Hydra's, that of
-    ``$ROBUST_TRAIN_RUN_DIR`` for one call, or a new folder for a job's name. Raises ConfigError if
-    it cannot be created, or RunFolderUnavailableError if it cannot be created now."""
+    """Create the run folder and return its path.
+
+    It is the given folder, Hydra's folder, the folder in ``$ROBUST_TRAIN_RUN_DIR`` (for one call),
+    or a new folder.
+
+    Args:
+        run_dir: the given folder, if any.
+        name: the job's name, which becomes part of a new folder's name.
+
+    Raises:
+        ConfigError: the folder cannot be created.
+        RunFolderUnavailableError: the folder cannot be created now.
+    """
     path = chosen_folder(run_dir)
     if run_dir is None and path == _folder_in_environment():
         os.environ.pop(RUN_DIR_VARIABLE, None)
@@ -56,8 +71,8 @@ def run_folder(run_dir: str | Path | None, name: str) -> Path:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         problem = (
-            f"run folder {path or error.filename}: cannot be made: {error.strerror}; "
-            "choose another one, with --run-dir or run_dir of launch()"
+            f"run folder {path or error.filename}: cannot be created: {error.strerror}; "
+            "choose another folder, with --run-dir or run_dir of launch()"
         )
         raise make_folder_error(problem, error) from error
     close_to_others(path)
@@ -74,19 +89,23 @@ def chosen_folder(run_dir: str | Path | None) -> Path | None:
 
 
 def _folder_in_environment() -> Path | None:
-    # In a script that we run, the variable names the folder of that job.
+    # In a script that an attempt runs, the variable names the run folder of that attempt's job.
     given = os.environ.get(RUN_DIR_VARIABLE)
     is_free = EVENTS_VARIABLE not in os.environ
     return Path(given) if given and is_free else None
 
 
 def _new_folder(name: str) -> Path:
-    """Make and return a folder that no other job has. Raises OSError."""
+    """Create a folder that no other job uses, and return its path.
+
+    Raises:
+        OSError: the folder cannot be created.
+    """
     name = f"{folder_name(name)}_{os.getpid()}"
     first = Path("outputs") / time.strftime(f"%Y-%m-%d/%H-%M-%S_{name}")
     first.parent.mkdir(parents=True, exist_ok=True)
     path = first
-    # a program may call launch() twice in a second
+    # A program may call launch() twice within a second.
     for number in itertools.count(2):
         with contextlib.suppress(FileExistsError):
             path.mkdir()
@@ -96,42 +115,46 @@ def _new_folder(name: str) -> Path:
 
 
 def close_to_others(folder: Path) -> None:
-    """Restrict a folder to its user if it holds only Hydra's files. A folder that was used before,
-    or that serves another purpose too, keeps its permissions. Warns if another user can replace
-    files in it."""
+    """Deny other users access to a new run folder, and warn if another user can replace its files.
+
+    A folder with other files than Hydra's keeps its permissions, because it may have been used
+    before or serve another purpose too.
+    """
     with contextlib.suppress(OSError):
         if all(OF_HYDRA.fullmatch(name) for name in os.listdir(folder)):
             folder.chmod(0o700)
     with contextlib.suppress(OSError):
         status = folder.stat()
-        who = ""
+        user = ""
         if status.st_uid not in (0, os.geteuid(), _NOBODY):
-            who = user_name(status.st_uid)
+            user = user_name(status.st_uid)
         elif status.st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
-            who = "every user of this machine"
-        if who:
+            user = "every user of this machine"
+        if user:
             log.warning(
                 "in the folder %s %s can replace the code and checkpoints of this job: choose "
-                "another one, or make it yours alone (chown, chmod go-w)",
+                "another folder, or restrict it to your user (chown, chmod go-w)",
                 folder,
-                who,
+                user,
             )
 
 
 def changes_each_time() -> bool:
-    """Return whether Hydra creates a new run folder for each command, as opposed to a folder that
-    the user or the project's config named."""
+    """Return whether Hydra creates a new run folder for each command.
+
+    It does not if the user or the project's config names a fixed folder.
+    """
     config: Any = HydraConfig.instance().cfg
     run: Any = OmegaConf.to_container(config.hydra.run, resolve=False)
     return _CHANGES.search(str(run["dir"])) is not None
 
 
 def remove_refused(folder: Path) -> None:
-    """Remove the new run folder of a refused command, unless an attempt has left something."""
+    """Remove the new run folder of a refused command, unless an attempt has left files in it."""
     with contextlib.suppress(OSError):
         if all(_BEFORE_ATTEMPTS.fullmatch(name) for name in os.listdir(folder)):
             shutil.rmtree(folder)
-            folder.parent.rmdir()  # the day's, if no other job has one
+            folder.parent.rmdir()  # the folder of the day, if it is empty now
 
 
 def sweep_folder() -> Path | None:
@@ -141,25 +164,26 @@ def sweep_folder() -> Path | None:
     hydra = HydraConfig.get()
     if hydra.mode != RunMode.MULTIRUN:
         return None
-    # relative to where the sweep was started: Hydra may have changed the working directory
+    # The path is relative to the directory in which the user started the sweep. Hydra may have
+    # changed the working directory since.
     return Path(str(hydra.runtime.cwd)) / str(hydra.sweep.dir)
 
 
 def working_directory() -> str:
-    """Return the directory in which the user ran this process's command. Hydra may have changed the
-    current directory."""
+    """Return the directory in which the user ran the command, even if Hydra has changed it."""
     if HydraConfig.initialized():
         return str(HydraConfig.get().runtime.cwd)
     return os.getcwd()
 
 
 def about_job(config: RobustConfig, name: str) -> dict[str, str]:
-    """Return what a launch records of its job: name, model, data set, overrides and command without
-    secrets."""
-    overrides = list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
+    """Return a job's name, model, data set, overrides and command, without secrets."""
+    overrides: list[str] = []
+    if HydraConfig.initialized():
+        overrides = list(HydraConfig.get().overrides.task)
     about = {"name": name}
     for group, chosen in (("model", config.model), ("dataset", config.dataset)):
-        # a user's own trainer need not use our defaults
+        # A user's own trainer need not use the default model and data set.
         if config.is_built_in or any(override.startswith(group) for override in overrides):
             about[group] = chosen.name or ""
     # With `python -c`, the command is a whole program.
@@ -169,8 +193,8 @@ def about_job(config: RobustConfig, name: str) -> dict[str, str]:
 
 
 def owns_terminal(config: RobustConfig) -> bool:
-    """Return whether stdout is a terminal that no debugger and no other job of a sweep draws on."""
-    # a program's own object in its place need not know
+    """Return whether stdout is a terminal that no debugger and no other job of a sweep uses."""
+    # A program may have replaced stdout by an object without this method.
     is_terminal = getattr(sys.stdout, "isatty", lambda: False)
     if config.runs_inline or not is_terminal():
         return False
@@ -182,14 +206,18 @@ def owns_terminal(config: RobustConfig) -> bool:
 
 
 def composed_files(config: DictConfig | None = None) -> list[Path]:
-    """Return the project's files from which Hydra composed a job's config, without those of
-    libraries. Empty outside of Hydra.
+    """Return the project's files from which Hydra composed a job's config.
 
-    ``config`` is the job's, with the part ``hydra``. The default is that of the job that Hydra
-    runs.
+    Config files of libraries are left out. The list is empty outside of Hydra.
+
+    Args:
+        config: the job's config with its part ``hydra``. The default is the config of the job that
+            Hydra runs.
     """
     instance = GlobalHydra.instance()
-    whole: Any = HydraConfig.instance().cfg if config is None else config
+    whole: Any = config
+    if config is None:
+        whole = HydraConfig.instance().cfg
     if whole is None or not instance.is_initialized():
         return []
     files: list[Path] = []
@@ -199,7 +227,7 @@ def composed_files(config: DictConfig | None = None) -> list[Path]:
         hydra = whole.hydra
         sources = loader.get_search_path().get_path()
         folders = [_folder_of(str(source.path)) for source in sources]
-        if not any(folders):  # the list takes a while
+        if not any(folders):  # computing the list of files would take a while
             return []
         entries = loader.compute_defaults_list(
             config_name=hydra.job.config_name,
@@ -213,7 +241,7 @@ def composed_files(config: DictConfig | None = None) -> list[Path]:
 
 
 def _folder_of(source: str) -> Path | None:
-    """Return the folder of an entry of Hydra's search path, or None if it is a library's."""
+    """Return the folder of an entry in Hydra's search path, or None for a library's entry."""
     kind, separator, place = source.partition("://")
     if not separator:
         return Path(source)
@@ -226,9 +254,9 @@ def _folder_of(source: str) -> Path | None:
 def hydra_config() -> DictConfig | None:
     """Return Hydra's own part of the config, None outside of Hydra.
 
-    The classes of launcher and sweeper are left out: if Hydra loads plugins again, for example in
-    joblib's workers, each class exists twice and pickle refuses it. References to the project's own
-    keys are resolved, because those keys stay here.
+    The classes of the launcher and the sweeper are left out: if Hydra loads its plugins again, for
+    example in joblib's workers, each class exists twice and pickle refuses it. References to the
+    project's own keys are resolved, because the result does not contain those keys.
     """
     whole: Any = HydraConfig.instance().cfg
     if whole is None:

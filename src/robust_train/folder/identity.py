@@ -1,9 +1,9 @@
-"""The job that a run folder belongs to, and the checkpoint from which that job resumes: the disk
-decides.
+"""Decides which job a run folder belongs to, and from which checkpoint the job resumes.
 
-``job.json`` holds the identity of the job. It stays the same through all launches until the job has
-completed. A launch after that, or with ``resume=false``, starts a new job and sets the content of
-``checkpoints/`` aside.
+The launcher calls :func:`begin_job` at the start of each launch. ``job.json`` holds the job's
+identity, which stays the same in all launches until the job has completed. A launch after that, or
+with ``resume=false``, starts a new job and sets the content of ``checkpoints/`` aside. The
+checkpoint is always the newest on the disk, whatever an earlier process reported.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ log = logging.getLogger("robust_train")
 
 T = TypeVar("T")
 
+# Pauses between attempts to read a disk that is unreachable.
 PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 _NEW_LEVELS = 3  # the levels of outputs/<date>/<time>
 _ID_LENGTH = 8
@@ -50,38 +51,42 @@ _LONGEST_NAMES = 200
 
 @dataclass(frozen=True)
 class Identity:
-    """The content of ``job.json``: the job's id, when it began and completed (seconds since the
-    epoch), and whether what lay in ``checkpoints/`` before it is out of its way."""
+    """The content of ``job.json``. Times are seconds since the epoch."""
 
     id: str
     started: float
-    completed: float | None = None
+    completed: float | None = None  # None while the job is unfinished
+    # Whether the checkpoints of the folder's earlier job were set aside.
     cleared: bool = True
     # Launches in a row that started an attempt and saved no checkpoint beyond `reached`.
     launches: int = 0
-    # step of the newest checkpoint when the last launch began, or time of one without a step
+    # The step of the newest checkpoint at the start of the last launch, or the time at which that
+    # checkpoint was saved if its step is unknown. None without a checkpoint.
     reached: float | None = None
 
 
 def shown_id(job: str) -> str:
-    """Return the id that people see of the job with this identity, the same in all its launches."""
+    """Return the short id that people see of a job, the same in all its launches."""
     return job[:_ID_LENGTH]
 
 
 @dataclass(frozen=True)
 class Beginning:
-    """Where a launch begins: the job's identity, the highest number of an attempt so far (0 without
-    any) and the checkpoint to resume from."""
+    """The job of a launch, and its progress before the launch."""
 
-    job: str
-    attempts: int
-    checkpoint: Path | None
+    job: str  # the job's identity
+    attempts: int  # the highest number of an attempt so far, 0 before the first attempt
+    checkpoint: Path | None  # the checkpoint from which the launch resumes
 
 
 def wait_until_readable(read: Callable[[], T], *, sleep: Callable[[float], None] = time.sleep) -> T:
-    """Return the result of ``read``. If it raises OSError, try again for a minute, then raise the
-    error of `make_folder_error`: a network disk that is unreachable for a moment is not a reason to
-    start over."""
+    """Return the result of ``read``. If it raises OSError, try again for a minute.
+
+    A network disk that is unreachable for a moment is not a reason to start the job over.
+
+    Raises:
+        ConfigError: the folder is still unreadable after a minute (see `make_folder_error`).
+    """
     pauses = iter(PAUSES_SECONDS)
     while True:
         try:
@@ -90,25 +95,29 @@ def wait_until_readable(read: Callable[[], T], *, sleep: Callable[[float], None]
             limit = find_limit_error(error)
             if limit is not None:
                 raise limit from error
-            what = error.filename or "the run folder"
-            problem = f"{what}: cannot be read now ({error.strerror or error})"
+            path = error.filename or "the run folder"
+            problem = f"{path}: cannot be read now ({error.strerror or error})"
             pause = next(pauses, None)
             if pause is None:
-                problem += "; nothing was changed, and what cannot be read may be removed"
+                problem += "; nothing was changed; if it stays unreadable, remove it"
                 raise make_folder_error(problem, error) from error
         log.warning("%s; trying again in %g s", problem, pause)
         sleep(pause)
 
 
 def refuse_other_version(run_dir: Path, *, resume: bool) -> None:
-    """Raise ConfigError if the folder holds an unfinished job of another version's."""
+    """Refuse a folder that holds an unfinished job of another version of this package.
+
+    Raises:
+        ConfigError: the folder holds such a job, and ``resume`` is true.
+    """
     schema = read_object(run_dir / "state.json").get("schema", SCHEMA)
     job = None if schema == SCHEMA or not resume else read_identity(run_dir)
     if job is not None and job.completed is None:
         raise ConfigError(
             f"{run_dir}: holds an unfinished job of another version of robust-train (state.json "
-            f"has schema {schema}, this version {SCHEMA}); finish it with that version, or begin "
-            "again with resume=false, which sets its checkpoints aside in checkpoints/earlier-N"
+            f"has schema {schema}, this version {SCHEMA}); finish it with that version, or start "
+            "over with resume=false, which sets its checkpoints aside in checkpoints/earlier-N"
         )
 
 
@@ -119,21 +128,26 @@ def begin_job(
     max_launches: int = 0,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Beginning:
-    """Find out where a launch in ``run_dir`` starts, and write ``job.json``. With ``resume``, it
-    continues an unfinished job in the folder. An exception of ``sleep`` ends a wait for a disk.
+    """Decide which job a launch in ``run_dir`` runs, and write ``job.json``.
+
+    Args:
+        run_dir: the run folder.
+        resume: whether to resume an unfinished job in the folder.
+        max_launches: the maximum number of launches in a row without a new checkpoint, 0 for no
+            limit.
+        sleep: waits for an unreachable disk. An exception that it raises ends the wait.
 
     Raises:
-        ConfigError: part of the folder stays unreadable, or a new job cannot be written.
-            RunFolderUnavailableError is among them. Resuming does not need to write.
-        NoProgressError: the last ``max_launches`` launches saved no new checkpoint. Never raised if
-            it is 0.
+        ConfigError: part of the folder stays unreadable, or a new job cannot be written. Resuming
+            does not need to write. RunFolderUnavailableError is such an error.
+        NoProgressError: the last ``max_launches`` launches saved no new checkpoint.
     """
     folder = run_dir / "checkpoints"
     journal = run_dir / "journal.jsonl"
     attempts = wait_until_readable(lambda: attempts_in(journal), sleep=sleep)
     job = wait_until_readable(lambda: read_identity(run_dir), sleep=sleep)
     if job is not None and job.completed is not None and resume:
-        log.info("job %s of this run folder has completed: this is a new one", shown_id(job.id))
+        log.info("job %s of this run folder has completed: starting a new job", shown_id(job.id))
     if job is None or job.completed is not None or not resume:
         job = Identity(uuid.uuid4().hex, time.time(), cleared=False)
         _write(run_dir, job)
@@ -153,7 +167,14 @@ def begin_job(
 def _check_progress(
     run_dir: Path, job: Identity, all_manifests: Sequence[Manifest], max_launches: int
 ) -> None:
-    """Restart the count of launches after a new checkpoint, or if their number is not limited."""
+    """Check that the job makes progress, and reset the count of launches if it does.
+
+    The count is also reset if the number of launches is not limited, or if code or config files
+    have changed.
+
+    Raises:
+        NoProgressError: the last ``max_launches`` launches saved no new checkpoint.
+    """
     manifests = [
         manifest
         for manifest in all_manifests
@@ -169,7 +190,8 @@ def _check_progress(
         changed = changed_sources(run_dir)
         if changed:
             log.info(
-                "launches without a new checkpoint are counted anew, for files have changed: %s",
+                "the count of launches without a new checkpoint is reset, because files have "
+                "changed: %s",
                 shortened(", ".join(changed), _LONGEST_NAMES),
             )
             _change(run_dir, job.id, lambda identity: replace(identity, launches=0))
@@ -179,7 +201,7 @@ def _check_progress(
         if last is not None and last.reason:
             why = f" (the last: {shortened(last.reason, 160)})"
         if newest is None:
-            why += ", and none was ever reported (a script's: --checkpoint)"
+            why += ", and no checkpoint was ever reported (for a script, use --checkpoint)"
         raise NoProgressError(
             f"launches in a row without a new checkpoint in {run_dir}: {job.launches}{why}; "
             "nothing was started: fix the cause, then robust-train resume "
@@ -194,33 +216,40 @@ def resume_from(
     *,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Path | None:
-    """Return the newest whole checkpoint of ``job`` on the disk, or the last checkpoint that its
-    trainer ``reported`` if that has no manifest.
+    """Return the checkpoint from which ``job`` resumes: the newest whole checkpoint on the disk.
+
+    Args:
+        run_dir: the run folder.
+        job: the job's identity.
+        reported: the last checkpoint that the trainer reported. It is returned instead if it has no
+            manifest and is not damaged.
+        sleep: waits for an unreachable disk.
 
     Raises:
-        ConfigError: as in `wait_until_readable`.
+        ConfigError: the folder stays unreadable.
     """
     folder = run_dir / "checkpoints"
 
     def read() -> Path | None:
         listed = {manifest.path for manifest in read_manifests(folder)}
-        if (
-            reported is not None
-            and reported.absolute() not in listed
-            and reported.exists()
-            and not damage_in(reported, reads=True)
-        ):
+        if reported is not None and is_usable(reported, listed):
             return reported
         newest = newest_checkpoint(folder, job)
         return None if newest is None else newest.path
+
+    def is_usable(path: Path, listed: set[Path]) -> bool:
+        is_unlisted = path.absolute() not in listed and path.exists()
+        return is_unlisted and not damage_in(path, reads=True)
 
     return wait_until_readable(read, sleep=sleep)
 
 
 def is_of_job(run_dir: Path, job: str) -> bool:
-    """Return False if a folder is known to belong to another job than ``job``, for example because
-    it was removed and created again."""
-    # it cannot be read just now
+    """Return whether a folder belongs to ``job``, as far as is known.
+
+    It may belong to another job if it was removed and created again.
+    """
+    # A folder that cannot be read now still counts as this job's folder.
     with contextlib.suppress(OSError, ConfigError):
         identity = read_identity(run_dir)
         return identity is None or identity.id == job
@@ -228,18 +257,21 @@ def is_of_job(run_dir: Path, job: str) -> bool:
 
 
 def complete_job(run_dir: Path, job: str) -> None:
-    """Record that ``job`` has completed: the next launch in its folder starts a new job."""
+    """Record that ``job`` has completed, so that the next launch in its folder starts a new job."""
     _change(run_dir, job, lambda identity: replace(identity, completed=time.time()))
 
 
 def count_launch(run_dir: Path, job: str, by: int) -> None:
-    """Count a launch of ``job`` that starts its first attempt, or uncount it with -1."""
-    _change(
-        run_dir, job, lambda identity: replace(identity, launches=max(identity.launches + by, 0))
-    )
+    """Add ``by`` to the number of launches in a row of ``job`` without a new checkpoint."""
+
+    def change(identity: Identity) -> Identity:
+        return replace(identity, launches=max(identity.launches + by, 0))
+
+    _change(run_dir, job, change)
 
 
 def _change(run_dir: Path, job: str, change: Callable[[Identity], Identity]) -> None:
+    """Change ``job.json`` if it is the file of ``job``. If that fails, log a warning."""
     try:
         identity = read_identity(run_dir)
         if identity is not None and identity.id == job:
@@ -249,8 +281,12 @@ def _change(run_dir: Path, job: str, change: Callable[[Identity], Identity]) -> 
 
 
 def read_identity(run_dir: Path) -> Identity | None:
-    """Return the content of ``job.json``, None if there is none. Raises OSError if it cannot be
-    read just now, ConfigError if it is damaged."""
+    """Return the content of ``job.json``, None if the file does not exist.
+
+    Raises:
+        OSError: the file cannot be read now.
+        ConfigError: the file is damaged.
+    """
     path = run_dir / "job.json"
     try:
         return from_json(Identity, json.loads(path.read_text(encoding="utf-8")))
@@ -258,7 +294,7 @@ def read_identity(run_dir: Path) -> Identity | None:
         return None
     except ValueError:  # MalformedEventError among them
         raise ConfigError(
-            f"{path}: is damaged; remove it to start over, with what is in checkpoints set aside"
+            f"{path}: is damaged; remove it to start over, which sets the old checkpoints aside"
         ) from None
 
 
@@ -273,14 +309,13 @@ def _write(run_dir: Path, identity: Identity) -> None:
 
 
 def _set_aside(folder: Path) -> None:
-    """Move the files of another job aside, where they are neither resumed from nor removed."""
+    """Move the checkpoints of an earlier job to a subfolder, where they are kept but not used."""
     try:
         aside = set_aside(folder)
     except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:
-        why = f"what another job has left cannot be set aside ({error.strerror})"
+        why = f"the checkpoints of an earlier job cannot be set aside ({error.strerror})"
         raise make_folder_error(f"{folder}: {why}; move it", error) from error
     if aside is not None:
-        text = "%s holds what an earlier job of this run folder has left in checkpoints"
-        log.info(text, aside)
+        log.info("%s now holds the checkpoints of an earlier job in this run folder", aside)

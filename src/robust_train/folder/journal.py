@@ -1,7 +1,8 @@
-"""The record of a job: a JSON line per event, written as soon as it happens.
+"""Writes ``journal.jsonl``, the history of a job: one JSON line per event.
 
-Nothing waits for the disk, which may take many seconds: a power cut costs the last lines, and they
-decide nothing.
+The launcher appends each event as soon as it happens. It never waits for the disk, which may take
+many seconds, so a power cut may lose the last lines. That does no harm, because no decision depends
+on the journal.
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ import time
 from pathlib import Path
 
 from robust_train.files import LineFile, Spacing, json_lines, strict_json
-from robust_train.model.events import CheckpointSaved, Event, UserEvent
+from robust_train.model.events import CheckpointSaved, Event, Json, UserEvent
 
+# How many lines are kept in memory while the disk is full.
 _MOST_OWED = 100
 
 
 class Journal:
     """Appends events to ``journal.jsonl``, which stays small however long a job runs.
 
-    Among frequent events, the last event of each kind is held until it is written or another kind
-    of event happens. A full or missing disk costs one warning. Important events are written once
-    the disk works again.
+    Of each kind of frequent event, such as progress, the journal writes fewer and fewer lines. The
+    last line that was not written is held back, and written before the next infrequent event. A
+    full or missing disk causes one warning. Important events are written once the disk works again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -34,12 +36,10 @@ class Journal:
 
     def write(self, event: Event, attempt: int | None = None) -> None:
         """Append an event of attempt number ``attempt``, or of the job. NaN becomes null."""
-        whose = {} if attempt is None else {"attempt": attempt}
-        content = strict_json({"time": round(time.time(), 6), **whose, **event.as_json()})
-        text = json.dumps(content, ensure_ascii=False, default=repr)
-        line = (text + "\n").encode(errors="replace")
+        line = _encode(event, attempt)
+        held = b""
         if event.is_frequent:
-            # each rank's own, and each event of the trainer's
+            # Each rank, and each event name of the trainer, counts as a kind of its own.
             user_name = event.event_name if isinstance(event, UserEvent) else ""
             rank = getattr(event, "rank", None) or ""
             kind = self._spacing.known(f"{event.name} {user_name} {rank}")
@@ -47,23 +47,38 @@ class Journal:
             if not self._spacing.passes(kind, len(line)):
                 self._held[kind] = line
                 return
-            held = b""
         else:
             held = b"".join(self._held.values())
             self._held.clear()
-        matters = not event.is_frequent or isinstance(event, CheckpointSaved)
+        is_important = not event.is_frequent or isinstance(event, CheckpointSaved)
         if self._file.try_append(b"".join(self._owed + [held, line])):
             self._owed.clear()
-        elif matters and len(self._owed) < _MOST_OWED:
+        elif is_important and len(self._owed) < _MOST_OWED:
             self._owed.append(line)
 
 
+def _encode(event: Event, attempt: int | None) -> bytes:
+    """Return the journal's line for an event."""
+    content: dict[str, Json] = {"time": round(time.time(), 6)}
+    if attempt is not None:
+        content["attempt"] = attempt
+    content |= event.as_json()
+    text = json.dumps(strict_json(content), ensure_ascii=False, default=repr)
+    return (text + "\n").encode(errors="replace")
+
+
 def attempts_in(path: Path) -> int:
-    """Return the highest attempt number in a journal, skipping truncated lines. Raises OSError if
-    the journal cannot be read."""
-    attempts = 0
+    """Return the highest attempt number in a journal, 0 if it has no attempt.
+
+    Truncated lines are skipped.
+
+    Raises:
+        OSError: the journal cannot be read.
+    """
+    highest = 0
     with contextlib.suppress(FileNotFoundError):
-        for content in filter(None, json_lines(path)):
-            number = content.get("attempt")
-            attempts = max(attempts, number if isinstance(number, int) else 0)
-    return attempts
+        for content in json_lines(path):
+            number = content.get("attempt") if content else None
+            if isinstance(number, int):
+                highest = max(highest, number)
+    return highest

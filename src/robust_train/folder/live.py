@@ -1,4 +1,8 @@
-"""Requests to a live run, as a command makes them."""
+"""Sends requests to a live run and waits for the answers. Commands use it.
+
+A request is a file in the run folder (:mod:`.requests`), which the launcher or the attempt answers
+with another file.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +20,20 @@ from robust_train.model.events import Json
 
 USUAL_WAIT_SECONDS = 30.0
 _FIGURES_SECONDS = 1.5
+# How long a live run may take to see a request. It polls about every half second.
 SEEN_SECONDS = 2.0
 _POLL_SECONDS = 0.03
 _MAX_ANSWER_BYTES = 1 << 20
+# A run answers these requests at once. It answers all others after a training step.
 _NEED_NO_STEP = frozenset({"stop", "figures", "memory_info"})
 
 
 class ControlError(NotDoneError):
-    """The run did not carry out the request: why, in one line."""
+    """The run did not carry out the request. The message is one line with the reason."""
 
 
 class StillQueuedError(ControlError):
-    """The run has not done it so far, but will."""
+    """The run has not carried out the request yet, but will."""
 
 
 def ask(
@@ -35,8 +41,11 @@ def ask(
 ) -> dict[str, Json]:
     """Send a request to a live run, and return its answer.
 
-    Waits ``wait_seconds`` for a step to end, if the verb needs that. ``options`` belong to the
-    verb.
+    Args:
+        run: the run.
+        verb: the name of the request.
+        wait_seconds: how long to wait for a training step to end.
+        options: the options of this verb.
 
     Raises:
         StillQueuedError: no step ended in time. The run carries out the request after its next
@@ -62,7 +71,7 @@ def ask(
     if reply is None:
         raise StillQueuedError(
             f"{run.id}: no step has ended within {wait_seconds:g} s; the request stays queued and "
-            "is carried out when one does (robust-train status shows its progress)"
+            "is carried out after the next step (robust-train status shows the progress)"
         )
     if "error" in reply:
         raise ControlError(f"{run.id}: {reply['error']}")
@@ -77,7 +86,7 @@ def _no_answer(run: KnownRun) -> ControlError:
 
 
 def status(run: KnownRun) -> dict[str, Json]:
-    """Return a run's state, with the attempt's own figures if it answers at once."""
+    """Return a run's state, with the attempt's current figures if the attempt answers at once."""
     figures: dict[str, Json] = {}
     if run.status == "running":
         with contextlib.suppress(ControlError):
@@ -86,15 +95,18 @@ def status(run: KnownRun) -> dict[str, Json]:
 
 
 def _wait_for_reply(run: KnownRun, request: Path, wait_seconds: float) -> Reply | None:
-    """Return the reply, None if it does not come in time. Raises ControlError if the run has
-    ended."""
+    """Return the reply, None if it does not come in time.
+
+    Raises:
+        ControlError: the run has ended.
+    """
     started = time.monotonic()
     answer = request.with_suffix(ANSWER)
     has_ended = False
     while True:
         names: list[str] = []
-        with contextlib.suppress(OSError):  # gone, or its disk is away
-            # not a look-up, which a network disk may have cached
+        with contextlib.suppress(OSError):  # the folder was removed, or its disk is unreachable
+            # The folder is listed, because a network disk may cache whether a single file exists.
             names = os.listdir(answer.parent)
             if answer.name in names:
                 content, _ = read_small(answer, _MAX_ANSWER_BYTES)

@@ -1,8 +1,9 @@
-"""The lock of a run folder. It admits one job at a time, and shows whether that job is alive.
+"""Locks a run folder, so that only one job uses it at a time, and shows whether that job is alive.
 
 The launcher holds the write lock of ``<run folder>/lock``, and so does every process that inherits
-the descriptor: the lock is free when the last of them has ended, for whatever reason. The file is
-its owner's alone, because a lock of another user would keep a job from resuming.
+the descriptor. The kernel frees the lock when the last of them has ended, for whatever reason.
+Commands and sweeps read the lock. Only its owner may open the file, because another user could
+otherwise lock it and keep the job from resuming.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ from robust_train.model.events import from_json
 log = logging.getLogger("robust_train")
 
 LOCK_FILE = "lock"
+# Longer than a new holder needs to write its name.
 _RETRY_SECONDS = 0.5
-"""Longer than a new holder needs to write its name."""
+# How long an attempt whose launcher was killed may take for its last checkpoint.
 ORPHAN_SECONDS = 15.0
+# Longer than a network disk keeps the locks of a lost host (NFS 4: 90 s).
 LEASE_SECONDS = 100.0
-"""For how long a network disk keeps the locks of a host that is lost (NFS 4: 90 s)."""
 _POLL_SECONDS = 0.02
 _MAX_BYTES = 4096
 _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -48,28 +50,26 @@ _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 @dataclass(frozen=True)
 class Holder:
-    """The content of a lock: the launcher that holds it since ``since``, and its job's id.
-    ``process_started`` is the start time of process ``pid``, in seconds since boot, because the
-    clock may be set in the meantime. ``pid_namespace`` is the namespace in which its process has
-    that number."""
+    """The content of the lock file: the launcher that holds the lock, or held it last."""
 
     host: str
     pid: int
+    # When the process started, in seconds since boot, because someone may set the clock.
     process_started: float
-    since: float
+    since: float  # when it took the lock, in seconds since the epoch
     user: str
-    job: str
-    pid_namespace: str
+    job: str  # the mark of its job's processes
+    pid_namespace: str  # the process namespace of `pid`
 
     @property
     def is_here(self) -> bool:
-        """Whether this process numbers processes as the launcher does."""
+        """Whether this process is on the launcher's host and in its process namespace."""
         is_same = self.pid_namespace == own_pid_namespace()
         return is_same and self.host == socket.gethostname()
 
     @property
     def process(self) -> psutil.Process | None:
-        """The launcher's process, or None if it has ended, or is not here."""
+        """The launcher's process, None if it has ended or is not on this host."""
         if not self.is_here:
             return None
         with contextlib.suppress(psutil.Error, ValueError, OverflowError):
@@ -84,14 +84,20 @@ class Holder:
 
 
 class RunLock:
-    """Holds a run folder's lock for job id ``job`` until `release`, or until every holder has
-    ended. ``hold`` has the descriptors that an attempt and its child processes keep open. It is
-    empty if the disk cannot lock.
+    """Takes a run folder's lock, and holds it until `release`.
+
+    Args:
+        run_dir: the run folder.
+        job: the mark of the job's processes.
+
+    Attributes:
+        hold: the descriptors that an attempt and its child processes keep open. Empty if the disk
+            cannot lock.
 
     Raises:
-        ConfigError: a live job of this host holds it. Nothing was written.
-        RunFolderUnavailableError: a process of another host holds it, or may hold it, even after a
-            wait. Nothing was written.
+        ConfigError: a live job of this host holds the lock. Nothing was written.
+        RunFolderUnavailableError: a process of another host holds the lock, or may hold it, even
+            after a wait. Nothing was written.
     """
 
     def __init__(self, run_dir: Path, job: str) -> None:
@@ -108,9 +114,9 @@ class RunLock:
         except ConfigError:
             self.release()
             raise
-        # ENOLCK, ENOTSUP: some network disks; ENOSPC, EROFS
+        # Some network disks cannot lock (ENOLCK, ENOTSUP). A disk may also be full or read-only.
         except OSError as error:
-            # The lock shows others whether the job is alive.
+            # Without a lock, the name in the file at least shows other jobs of this host.
             if self._fd is not None:
                 _refuse_second(run_dir)
                 self._is_named = _write_holder(self._fd, job)
@@ -125,8 +131,12 @@ class RunLock:
         self._is_named = _write_holder(self._fd, job)
 
     def check(self) -> None:
-        """Raise RunFolderLostError if another job has the folder by now, which may have been
-        removed and begun anew. Whoever writes into the folder calls this first."""
+        """Check that the folder still belongs to this job. To be called before each write to it.
+
+        Raises:
+            RunFolderLostError: another job has taken the folder, which someone may have removed
+                and created again.
+        """
         holder = read_holder(self._run_dir)
         if self._is_named and holder is not None and holder.job != self._job:
             raise RunFolderLostError(
@@ -146,8 +156,11 @@ class RunLock:
 
 
 def _refuse_second(run_dir: Path) -> None:
-    """Raise ConfigError if a live job of another process of this host is known to be in the folder,
-    though the disk cannot lock."""
+    """Refuse a second job in a folder whose disk cannot lock.
+
+    Raises:
+        ConfigError: another process of this host is known to run a job in the folder.
+    """
     holder = read_holder(run_dir)
     process = None if holder is None else holder.process
     if process is not None and process.pid != os.getpid():
@@ -155,8 +168,7 @@ def _refuse_second(run_dir: Path) -> None:
 
 
 def _write_holder(fd: int, job: str) -> bool:
-    """Write down that this process's job ``job`` holds the lock from now on, and return whether
-    that was possible."""
+    """Write this process and its job into the lock file. Returns False if the disk is full."""
     holder = Holder(
         socket.gethostname(),
         os.getpid(),
@@ -166,7 +178,7 @@ def _write_holder(fd: int, job: str) -> bool:
         job,
         own_pid_namespace(),
     )
-    # a full disk: the lock holds without a name
+    # The lock holds even if a full disk keeps the file empty.
     with contextlib.suppress(OSError):
         os.ftruncate(fd, 0)
         os.pwrite(fd, json.dumps(asdict(holder)).encode(), 0)
@@ -175,8 +187,10 @@ def _write_holder(fd: int, job: str) -> bool:
 
 
 def is_held(run_dir: Path) -> bool | None:
-    """Return whether a job is alive in the folder, or None if the disk cannot lock, or the folder
-    is another user's."""
+    """Return whether a job is alive in the folder.
+
+    None if that is unknown, because the disk cannot lock or the folder belongs to another user.
+    """
     try:
         fd = os.open(run_dir / LOCK_FILE, os.O_RDONLY | _FLAGS)
     except FileNotFoundError:
@@ -192,8 +206,11 @@ def is_held(run_dir: Path) -> bool | None:
 
 
 def is_alive(run_dir: Path, *, has_ended: bool) -> bool:
-    """Return whether the job or sweep of a folder is alive. If its lock cannot be read, it is alive
-    unless it ``has_ended``, as it recorded itself, or its launcher is known to have ended."""
+    """Return whether the job or sweep of a folder is alive.
+
+    If the lock cannot be read, the job counts as alive unless its records say that it ``has_ended``
+    or its launcher is known to have ended.
+    """
     held = is_held(run_dir)
     if held is not None:
         return held
@@ -202,14 +219,14 @@ def is_alive(run_dir: Path, *, has_ended: bool) -> bool:
 
 
 def read_holder(run_dir: Path) -> Holder | None:
-    """Return who holds the folder's lock, or held it last, or None if unknown."""
-    # it cannot be read, or is not ours: MalformedEventError among them
-    with contextlib.suppress(OSError, ValueError, OverflowError):
+    """Return the holder of the folder's lock, or its last holder, or None if unknown."""
+    try:
         data, _ = read_small(run_dir / LOCK_FILE, _MAX_BYTES)
         holder = from_json(Holder, parse_json(data))
-        time.localtime(holder.since)  # can be shown
-        return holder
-    return None
+        time.localtime(holder.since)  # raises an error for a time that cannot be shown
+    except (OSError, ValueError, OverflowError):  # ValueError includes MalformedEventError
+        return None
+    return holder
 
 
 def refusal(run_dir: Path) -> str | None:
@@ -221,14 +238,23 @@ def refusal(run_dir: Path) -> str | None:
 
 
 def wait_until_free(run_dir: Path) -> None:
-    """Wait until the folder is free, or refuse as `RunLock` does. To be called before anything is
-    written to the folder."""
+    """Wait until the folder is free. To be called before anything is written to the folder.
+
+    Raises:
+        ConfigError: a live job holds the folder, as in `RunLock`.
+    """
     _wait_until(lambda: not is_held(run_dir), run_dir)
 
 
 def _wait_until(is_free: Callable[[], bool], run_dir: Path) -> None:
-    """Wait for what ends by itself: the last attempt of a dead launcher, and the lock of a host
-    that is lost. A live job of this host is refused at once."""
+    """Wait until the folder is free, if its holder will release it without help.
+
+    The wait is for the last attempt of a dead launcher, or for the lock of a lost host. If the
+    holder is a live job of this host, there is no wait.
+
+    Raises:
+        ConfigError: the folder is not free. RunFolderUnavailableError if the wait was in vain.
+    """
     _end_leftovers(run_dir)
     started = time.monotonic()
     has_warned = False
@@ -241,7 +267,7 @@ def _wait_until(is_free: Callable[[], bool], run_dir: Path) -> None:
             if holder is not None and holder.process is not None:
                 raise ConfigError(_in_use(run_dir))
             limit = LEASE_SECONDS
-            why = "for the lock of a host that is lost to be given up"
+            why = "until the disk releases the lock of a lost host"
             if holder is not None and holder.is_dead:
                 limit = ORPHAN_SECONDS
                 why = "for the last checkpoint of its attempt"
@@ -261,19 +287,24 @@ def _wait_until(is_free: Callable[[], bool], run_dir: Path) -> None:
 def left_of(
     holder: Holder, marked: Callable[[], Mapping[int, Sequence[int]]] = marked_processes
 ) -> list[psutil.Process]:
-    """Return the processes of a job whose launcher was killed, this user's alone."""
-    return processes_of(holder.job, os.geteuid(), marked) if holder.is_dead else []
+    """Return this user's remaining processes of a job whose launcher was killed."""
+    if not holder.is_dead:
+        return []
+    return processes_of(holder.job, os.geteuid(), marked)
 
 
 def _end_leftovers(run_dir: Path) -> None:
     """End the remaining processes of the folder's last job, after giving its attempt time for a
     checkpoint."""
     holder = read_holder(run_dir)
-    if holder is None or not (left := left_of(holder)):
+    if holder is None:
+        return
+    left = left_of(holder)
+    if not left:
         return
     log.warning(
-        "the launcher of an earlier job in this folder (pid %d) was killed: ending what is left of "
-        "the job (%s), after at most %.0f s for its last checkpoint",
+        "the launcher of an earlier job in this folder (pid %d) was killed: ending the job's "
+        "remaining processes (%s), after at most %.0f s for a last checkpoint",
         holder.pid,
         named(left),
         ORPHAN_SECONDS,
@@ -284,9 +315,10 @@ def _end_leftovers(run_dir: Path) -> None:
 
 
 def _in_use(run_dir: Path) -> str:
-    who = _name_of(read_holder(run_dir))
+    """Return the message for a folder that another job uses."""
+    holder = _name_of(read_holder(run_dir))
     return (
-        f"folder {run_dir} is in use by {who}; choose another (hydra.run.dir=…, a "
+        f"folder {run_dir} is in use by {holder}; choose another folder (hydra.run.dir=…, a "
         "sweep's hydra.sweep.dir=…, or --run-dir of robust-train run), or stop that job: "
         f"robust-train stop {run_dir}"
     )
@@ -296,5 +328,5 @@ def _name_of(holder: Holder | None) -> str:
     if holder is None:
         return "another job"
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.since))
-    gone = ", which was killed, but its attempt still runs" if holder.is_dead else ""
-    return f"the job of {holder.user} on {holder.host}, pid {holder.pid}{gone}, since {since}"
+    killed = ", which was killed, but its attempt still runs" if holder.is_dead else ""
+    return f"the job of {holder.user} on {holder.host}, pid {holder.pid}{killed}, since {since}"

@@ -1,4 +1,8 @@
-"""Memory over time, as the run folder has it: an attempt's samples, and whether they are stable."""
+"""Encodes and reads samples of an attempt's memory, and decides whether its memory is stable.
+
+The attempt's process writes the samples to ``memory.jsonl``. The launcher and the report read them
+after the attempt, to find leaks and fragmentation.
+"""
 
 from __future__ import annotations
 
@@ -24,30 +28,25 @@ class Sample:
 
     time: float  # seconds since the epoch
     attempt: int  # number of the attempt
-    # what the attempt trains on, `cpu` or `cuda:<index>` as NVML counts
-    device: str
+    device: str  # the attempt's device: `cpu`, or `cuda:<index>` by NVML's index
     step: int | None = None  # last optimizer step that was reported
-    # bytes of tensors on the GPU, of this process
-    allocated: int | None = None
-    # bytes that this process's caching allocator holds
-    reserved: int | None = None
-    # bytes in use on the whole GPU, by all processes
-    gpu_used: int | None = None
-    gpu_total: int | None = None  # bytes that the GPU has
+    allocated: int | None = None  # bytes of this process's tensors on the GPU
+    reserved: int | None = None  # bytes that this process's caching allocator holds
+    gpu_used: int | None = None  # bytes in use on the whole GPU, by all processes
+    gpu_total: int | None = None  # bytes of the GPU
     resident: int | None = None  # bytes of host memory of this process
-    # those of `resident` that are its own: no files mapped into memory, nothing shared with other
-    # processes
+    # The part of `resident` without mapped files and without memory shared with other processes.
     anonymous: int | None = None
 
 
 def encode(sample: Sample) -> str:
-    """Return the sample as a line of the file, without its end."""
+    """Return the sample as a line of the file, without the line break."""
     fields = {name: value for name, value in vars(sample).items() if value is not None}
     return json.dumps(fields, separators=(",", ":"))
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """Return the samples of a file in its order, skipping truncated lines. Empty without a file."""
+    """Return the samples in a file, without truncated lines. Empty if there is no file."""
     samples = []
     with contextlib.suppress(OSError):
         for content in json_lines(path):
@@ -56,16 +55,20 @@ def read_samples(path: Path) -> list[Sample]:
     return samples
 
 
-# --- is it stable? ---
+# --- stability of memory -----------------------------------------------------------------------
 
+# The first steps are left out, because memory settles in them.
 _WARM_UP_SHARE = 0.2
+# The other steps are divided into six spans of at least five samples each.
 _SPANS = 6
 _SAMPLES_A_SPAN = 5
+# In each third of the time, memory must rise by at least this share of the mean slope.
 _OF_THE_SLOPE = 0.25
+# Growth counts from these limits on: a share of the memory, and a number of bytes.
 _SHARE = 0.01
 _GPU_BYTES = 1 * MIB
-# a healthy interpreter's heap, with libraries' caches and log files' buffers, still grows by
-# some ten MiB in its first minutes
+# The heap of a healthy interpreter still grows by some ten MiB in its first minutes, because of
+# caches of libraries and buffers of log files.
 _HOST_BYTES = 64 * MIB
 
 
@@ -74,18 +77,20 @@ class Stability:
     """Whether the memory of an attempt was stable, according to its samples."""
 
     kind: str  # `stable`, `growing`, `fragmenting` or `unknown`
-    sentence: str  # the same for people, with figures
-    # how fast it grows, None unless it does
-    mib_per_100_steps: float | None = None
+    sentence: str  # the result for people, with figures
+    mib_per_100_steps: float | None = None  # the rate of growth, None if memory does not grow
 
 
 def attempt_stability(run_dir: Path, attempt: int) -> Stability | None:
-    """Return and log `stability` of one attempt of a run folder, or None without samples."""
+    """Return the stability of one attempt's memory, and log a warning if it is not stable.
+
+    None if the attempt has no samples.
+    """
     samples = [s for s in read_samples(run_dir / FILE_NAME) if s.attempt == attempt]
     if not samples:
         return None
     result = stability(samples)
-    if result.kind not in ("unknown", "stable"):  # the summary has these
+    if result.kind not in ("unknown", "stable"):
         log.warning("attempt %d: memory is %s", attempt, result.sentence)
     return result
 
@@ -94,9 +99,9 @@ def stability(samples: Sequence[Sample]) -> Stability:
     """Return whether the memory of the last attempt in ``samples`` is stable.
 
     Memory rises and falls within each step, jumps when a checkpoint is written, and needs some
-    steps to settle, so neither its mean nor its peak shows a leak, but its floor does. On a GPU,
-    tensors that accumulate are a leak, and memory that the caching allocator accumulates although
-    tensors do not is fragmentation. The process's own host memory counts on the CPU and on the GPU.
+    steps to settle. So neither its mean nor its peak shows a leak, but its floor does. If the
+    tensors on a GPU accumulate, there is a leak. If only the caching allocator's memory grows,
+    there is fragmentation. The process's host memory is checked on the CPU and on a GPU.
     """
     samples_of_attempt = [
         s for s in samples if s.attempt == samples[-1].attempt and s.step is not None
@@ -108,7 +113,7 @@ def stability(samples: Sequence[Sample]) -> Stability:
     on_gpu = any(sample.allocated is not None for sample in samples_of_attempt)
     allocated = _floors([(s.step, s.allocated) for s in samples_of_attempt])
     reserved = _floors([(s.step, s.reserved) for s in samples_of_attempt])
-    # a data set that is mapped into memory makes `resident` grow as it is read
+    # `resident` grows while a mapped data set is read, so `anonymous` is preferred.
     host = _floors(
         [(s.step, s.resident if s.anonymous is None else s.anonymous) for s in samples_of_attempt]
     )
@@ -122,7 +127,7 @@ def stability(samples: Sequence[Sample]) -> Stability:
     ):
         slope = _slope(floors, least)
         if slope:
-            # rounded before it is put into words, so that both agree to the last digit
+            # Rounded first, so that the figure and the sentence agree to the last digit.
             rate = round(slope * 100 / MIB, 3)
             text = f"{kind} ({what}{rate:+.1f} MiB per 100 steps)"
             return Stability(kind, text, rate)
@@ -130,8 +135,13 @@ def stability(samples: Sequence[Sample]) -> Stability:
 
 
 def _floors(samples: Sequence[tuple[int | None, int | None]]) -> list[tuple[int, int]]:
-    """Return step and value of the floor of each sixth of the steps after the warm-up, empty if a
-    sixth has too few samples. A tenth of the samples may lie below: the last sample often does."""
+    """Return the memory's floor in each span of the steps after the warm-up.
+
+    The floor is the tenth percentile, because the last sample is often too low.
+
+    Returns:
+        Pairs of memory and step, or an empty list if a span has too few samples.
+    """
     sized = [(step, size) for step, size in samples if step is not None and size is not None]
     spans: list[list[tuple[int, int]]] = [[] for _ in range(_SPANS)]
     first, last = (sized[0][0], sized[-1][0]) if sized else (0, 0)
@@ -146,10 +156,10 @@ def _floors(samples: Sequence[tuple[int | None, int | None]]) -> list[tuple[int,
 
 
 def _slope(floors: Sequence[tuple[int, int]], least_bytes: float) -> float:
-    """Return the bytes a step by which the floors rise, or 0 if they do not, or hardly.
+    """Return the bytes per step by which the floors rise, or 0 if they hardly rise.
 
-    A leak rises in each third of the time. A jump to another level, such as after a larger batch,
-    rises in only one or two thirds.
+    With a leak, the floors rise in each third of the time. If memory only jumps to another level,
+    for example because of a larger batch, they rise in one or two thirds.
     """
     if not floors:
         return 0.0

@@ -1,4 +1,8 @@
-"""Reads ``environment.json`` and ``code.jsonl`` of a launch, and compares it with the next."""
+"""Reads which files a launch used, and finds the files that have changed since.
+
+The feature ``provenance`` writes ``environment.json`` and ``code.jsonl`` in the launcher. The next
+launch of the job compares them with its own files through this module, and commands show them.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +32,24 @@ def in_words(content: Mapping[str, Json]) -> dict[str, str]:
     """Return the short form of ``environment.json`` for people."""
     gpus = content.get("gpus")
     listed = gpus if isinstance(gpus, list) else []
-    names = [str(package.get("name")) for package in listed if isinstance(package, dict)]
-    words = {"gpu": ", ".join(names)} | {name: content.get(name) for name in SHORT}
+    names = [str(gpu.get("name")) for gpu in listed if isinstance(gpu, dict)]
+    words: dict[str, Json] = {"gpu": ", ".join(names)}
+    words |= {name: content.get(name) for name in SHORT}
     return {name.replace("_", " "): str(value) for name, value in words.items() if value}
 
 
 def config_digests(composed: Sequence[Path], command: Sequence[str] = ()) -> dict[str, Json]:
-    """Return the digests of a job's config files: those it was composed of, and those that its
-    command names."""
+    """Return the digests of a job's config files by path.
+
+    Args:
+        composed: the files from which the config was composed.
+        command: the job's command line. Config files that it names are included.
+    """
     named = [Path(word.rpartition("=")[2]) for word in command]
     named = [path for path in named if CONFIG_FILE.search(path.name)]
     digests: dict[str, Json] = {}
     for path in (*composed, *named):
-        # what is large, or no file, is data
+        # A large file is data, and a word of the command need not be a file.
         with contextlib.suppress(OSError, ValueError):
             path = path.resolve()
             digests[str(path)] = digest_of(path, _LARGEST_CONFIG_FILE)
@@ -48,8 +57,12 @@ def config_digests(composed: Sequence[Path], command: Sequence[str] = ()) -> dic
 
 
 def changed_files(before: Mapping[str, Json], digests: Mapping[str, Json]) -> list[str]:
-    """Return the config files that differ from those in ``before``, the content of
-    ``environment.json`` of an earlier launch."""
+    """Return the config files that have changed since an earlier launch.
+
+    Args:
+        before: the content of the earlier launch's ``environment.json``.
+        digests: the digests of the current files, from `config_digests`.
+    """
     earlier = before.get("config_files")
     if not isinstance(earlier, dict):
         return []
@@ -61,15 +74,18 @@ def changed_files(before: Mapping[str, Json], digests: Mapping[str, Json]) -> li
 
 
 def changed_sources(run_dir: Path) -> list[str]:
-    """Return the files of code and config that changed since the last launch in this folder read
-    them, without files that cannot be read now."""
+    """Return the code and config files that have changed since this folder's last launch.
+
+    Files that cannot be read now are left out.
+    """
     digests: dict[str, Json] = {}
     config_files = read_environment(run_dir).get("config_files")
     if isinstance(config_files, dict):
         digests |= config_files
     with contextlib.suppress(OSError):
-        for content in filter(None, json_lines(run_dir / CODE_FILE)):
-            digests.setdefault(str(content.get("path")), content.get("digest"))
+        for content in json_lines(run_dir / CODE_FILE):
+            if content:
+                digests.setdefault(str(content.get("path")), content.get("digest"))
     changed = []
     for path, digest in digests.items():
         with contextlib.suppress(OSError, ValueError):

@@ -1,9 +1,10 @@
-"""Requests to a job: a small file each in ``<run folder>/requests/``.
+"""Passes requests from commands to a job, as small files in ``<run folder>/requests/``.
 
-A client writes ``<id>.json``: ``{"verb": …, "options": {…}}``. The process that takes it renames it
-to ``<id>.taken``, writes ``<id>.answer``, ``{"answer": {…}}`` or ``{"error": "why not"}``, and
-removes the request. The client removes the answer. The launcher takes ``stop``, the attempt all
-other requests. A sweep has single files instead, ``stop.json`` and ``limit.json`` in its folder.
+A command writes ``<id>.json`` with ``{"verb": …, "options": {…}}``. The launcher takes ``stop``,
+and the attempt takes all other requests: the process renames the file to ``<id>.taken``, writes
+``<id>.answer`` with ``{"answer": {…}}`` or ``{"error": "why not"}``, and removes the request. The
+command reads and removes the answer. A sweep has two files in its own folder instead, ``stop.json``
+and ``limit.json``.
 """
 
 from __future__ import annotations
@@ -40,27 +41,27 @@ Reply = dict[str, Json]  # `{"answer": {…}}` or `{"error": …}`
 
 
 class RefusedError(NotDoneError):
-    """The request is not carried out. The message gives the reason and the fix, in one line."""
+    """The request is refused. The message is one line with the reason and the fix."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request as its file ``path`` (``<id>.json``) has it."""
+    """The content of a request's file."""
 
-    path: Path
+    path: Path  # `<id>.json`
     verb: str = ""
     options: Mapping[str, Json] = field(default_factory=dict)
 
     def take(self) -> bool:
-        """Return whether the request is this process's to carry out from now on."""
+        """Take the request for this process. Returns False if it is no longer there."""
         try:
             self.path.rename(self.path.with_suffix(TAKEN))
-        except OSError:  # withdrawn
+        except OSError:  # the command has withdrawn it, or another process has taken it
             return False
         return True
 
     def answer(self, reply: Reply) -> None:
-        """Answer the request and remove it. A full disk loses the answer."""
+        """Answer the request and remove it. If the disk is full, there is no answer."""
         answer = self.path.with_suffix(ANSWER)
         with contextlib.suppress(OSError):
             write_json(answer, reply)
@@ -70,14 +71,17 @@ class Request:
 
 
 def open_requests(run_dir: Path) -> None:
-    """Create the directory of requests, or clear the files of an earlier launch from it. Raises
-    OSError if it cannot be created or belongs to another user."""
+    """Create the directory of requests, or remove the files of an earlier launch from it.
+
+    Raises:
+        OSError: the directory cannot be created, or belongs to another user.
+    """
     folder = run_dir / REQUESTS
     with contextlib.suppress(FileExistsError):
         os.mkdir(folder, _MODE)
     status = os.lstat(folder)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-        raise PermissionError(1, "no directory of this user's")
+        raise PermissionError(1, "not a directory of this user")
     os.chmod(folder, _MODE)
     for path in folder.iterdir():
         with contextlib.suppress(OSError):
@@ -85,14 +89,20 @@ def open_requests(run_dir: Path) -> None:
 
 
 def find_requests(run_dir: Path, suffix: str = NEW) -> list[Request]:
-    """Return the requests that wait (or were taken), the oldest first. Files that are not requests
-    get an error as answer."""
+    """Return the requests in a run folder, the oldest first.
+
+    A file that is not a request is removed, and gets an error as its answer.
+
+    Args:
+        run_dir: the run folder.
+        suffix: ``NEW`` for waiting requests, ``TAKEN`` for requests that a process has taken.
+    """
     try:
         names = sorted(os.listdir(run_dir / REQUESTS))
     except OSError:
         return []
-    paths = [run_dir / REQUESTS / name for name in names if name.endswith(suffix)]
-    return [request for request in map(_read, paths) if request is not None]
+    requests = [_read(run_dir / REQUESTS / name) for name in names if name.endswith(suffix)]
+    return [request for request in requests if request is not None]
 
 
 def _read(path: Path) -> Request | None:
@@ -112,13 +122,17 @@ def _read(path: Path) -> Request | None:
         problem = "that is not a request"
     log.warning("request %s is refused: %s", path, problem)
     request.answer({"error": problem})
-    shutil.rmtree(path, ignore_errors=True)  # It may be a directory.
+    shutil.rmtree(path, ignore_errors=True)  # `answer` removed a file, but not a directory
     return None
 
 
 def _read_own(path: Path) -> dict[str, Json]:
-    """Return the JSON object in a file that belongs to this user or root. Raises OSError or
-    ValueError."""
+    """Return the JSON object in a file that belongs to this user or root.
+
+    Raises:
+        OSError: the file cannot be read, or belongs to another user.
+        ValueError: the file has no JSON object.
+    """
     data, status = read_small(path, _MAX_BYTES)
     if status.st_uid not in (os.geteuid(), 0):
         raise PermissionError(1, f"it belongs to user {status.st_uid}")
@@ -129,7 +143,11 @@ def _read_own(path: Path) -> dict[str, Json]:
 
 
 def request_sweep_stop(folder: Path) -> None:
-    """Request that a sweep and all its jobs stop. Raises RefusedError if it has ended."""
+    """Request that a sweep and all its jobs stop.
+
+    Raises:
+        RefusedError: the sweep has ended.
+    """
     sweep = read_object(folder / SWEEP_FILE)
     if sweep.get("status", "running") != "running":
         raise RefusedError("this sweep has ended")
@@ -138,7 +156,10 @@ def request_sweep_stop(folder: Path) -> None:
 
 
 def sweep_stop_requested(folder: Path) -> bool:
-    """Return whether this launch of the sweep was stopped, by someone or its own failure."""
+    """Return whether someone has requested that this launch of a sweep stops.
+
+    A sweep that fails requests its own stop.
+    """
     path = folder / SWEEP_STOP_FILE
     try:
         sweep = read_object(folder / SWEEP_FILE)
@@ -162,7 +183,7 @@ def request_sweep_limit(folder: Path, number: int) -> None:
 
 
 def requested_sweep_limit(folder: Path) -> int | None:
-    """Return how many jobs of a sweep may run at once, or None if no one has changed that."""
+    """Return the requested maximum number of a sweep's jobs at once, None without a request."""
     try:
         number = _read_own(folder / SWEEP_LIMIT_FILE)["limit"]
     except (OSError, ValueError, KeyError):
@@ -171,13 +192,16 @@ def requested_sweep_limit(folder: Path) -> int | None:
 
 
 def request_pruning(run_dir: Path, reason: str) -> None:
-    """Request that a sweep's job saves a checkpoint and ends as pruned. Raises OSError if the
-    request cannot be written."""
+    """Request that a sweep's job saves a checkpoint and ends as pruned.
+
+    Raises:
+        OSError: the request cannot be written.
+    """
     path = new_request(run_dir)
     write_json(path, {"verb": LAUNCHERS_VERB, "options": {"pruned": reason}})
 
 
 def new_request(run_dir: Path) -> Path:
-    """Return the file of a request that is about to be made."""
+    """Return a path for a new request. Later requests have later names."""
     name = f"{time.time_ns():020}-{os.urandom(4).hex()}{NEW}"
     return run_dir / REQUESTS / name

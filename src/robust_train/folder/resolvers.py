@@ -1,10 +1,9 @@
-"""The values that the resolvers of a job's config returned, so that all its attempts see the same.
+"""Keeps the values of a config's resolvers the same in all attempts and launches of a job.
 
-A resolver such as Hydra's ``now``, or a user resolver that draws a name, returns another value in
-each copy of a config, and each attempt has a copy. So each resolver is evaluated once per job, and
-again if its arguments changed, for example because they depend on the batch. ``resolved.json`` has
-the values for a later launch of the job, whose checkpoints may lie in a folder that such a value
-names.
+A resolver such as Hydra's ``now``, or a user resolver that draws a random name, returns another
+value in each copy of a config, and each attempt has its own copy. So the launcher evaluates each
+resolver only once per job and set of arguments. ``resolved.json`` keeps the values for later
+launches, because such a value may be part of the path of the job's checkpoints.
 """
 
 from __future__ import annotations
@@ -41,17 +40,22 @@ Call = tuple[str, str, tuple[str, ...]]
 
 
 class Resolvers:
-    """Evaluates the resolvers of a job's config, each once. ``known`` has the earlier values."""
+    """Evaluates each resolver of a job's config once.
+
+    Args:
+        values: the values of an earlier launch.
+    """
 
     def __init__(self, values: Mapping[Call, Any] | None = None) -> None:
         self._known: dict[Call, Any] = dict(values or {})
-        # the values of an earlier launch that were not asked for again
+        # Calls of an earlier launch that this launch has not made yet.
         self._earlier = set(self._known)
+        # Values that would differ if the resolvers were evaluated again in this launch.
         self._others_now: dict[Call, Any] = {}
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Reuse, within this block, the values of the first evaluation."""
+        """Make resolvers return their first values again within the ``with`` block."""
         with resolvers_replaced(self._evaluate):
             yield
 
@@ -65,20 +69,25 @@ class Resolvers:
             self._earlier.remove(call)
             self._compare(call, resolve)
         value = self._known[call]
-        # each copy of the config is the parent of its own
-        return copy.deepcopy(value) if isinstance(value, Container) else value
+        if isinstance(value, Container):
+            # A node of OmegaConf has one parent, so each copy of the config needs its own node.
+            return copy.deepcopy(value)
+        return value
 
     def _compare(self, call: Call, resolve: Callable[[], Any]) -> None:
-        """Note what a resolver returns in this launch, if that is not what it returned before."""
-        # one that fails now is not needed
+        """Note the value that a resolver would return now, if it differs from the earlier value."""
+        # The earlier value is used, so a resolver that fails now does no harm.
         with contextlib.suppress(Exception):
             value = _without_nodes(resolve())
             if value != _without_nodes(self._known[call]):
                 self._others_now[call] = value
 
     def warn_of_earlier_values(self) -> None:
-        """Warn about values of an earlier launch that would differ now: a variable, or a file that
-        a resolver reads, may have been fixed in between. The time always differs."""
+        """Warn about values of an earlier launch that would differ now.
+
+        The user may have changed a variable, or a file that a resolver reads, and expect the change
+        to take effect. There is no warning about the time, which always differs.
+        """
         others = {
             call[0]: _difference(call, self._known[call], value)
             for call, value in self._others_now.items()
@@ -93,8 +102,7 @@ class Resolvers:
             )
 
     def save(self, run_dir: Path, job: str) -> None:
-        """Write the values for later launches. Secrets are left out, and a full disk costs the
-        file."""
+        """Write the values for later launches, without secrets. A full disk is ignored."""
         values = [
             {
                 "key": key,
@@ -111,7 +119,7 @@ class Resolvers:
 
 
 def _difference(call: Call, before: Any, now: Any) -> str:
-    """Return a key with both its values, but only the key of what may be a secret."""
+    """Return a key with both values, or only the key if a value may be a secret."""
     key, name, arguments = call
     if not _may_be_written(f"{key}:{name}:{','.join(arguments)}", now):
         return key
@@ -120,35 +128,40 @@ def _difference(call: Call, before: Any, now: Any) -> str:
 
 
 def _may_be_written(about: str, value: Any) -> bool:
-    """Return whether a value can be written, and read as it is, and has no secret in it."""
+    """Return whether a value survives a JSON file unchanged, and holds no secret.
+
+    Args:
+        about: the key, the resolver and its arguments, which may mark the value as a secret.
+        value: the value.
+    """
     value = _without_nodes(value)
     if isinstance(value, (list, tuple, dict)):
         if len(str(value)) > _LONGEST_COLLECTION:
             return False
-        items = dict(value if isinstance(value, dict) else enumerate(value))
-        # JSON has no other keys than text
-        is_readable = not isinstance(value, dict) or all(isinstance(key, str) for key in items)
-        return is_readable and all(
-            _may_be_written(f"{key}:{about}", item) for key, item in items.items()
-        )
+        items = dict(value) if isinstance(value, dict) else dict(enumerate(value))
+        # JSON would convert other keys to strings.
+        has_string_keys = all(isinstance(key, str) for key in items)
+        if isinstance(value, dict) and not has_string_keys:
+            return False
+        return all(_may_be_written(f"{key}:{about}", item) for key, item in items.items())
     if not isinstance(value, _PLAIN) or len(str(value)) > _LONGEST_VALUE:
         return False
     if isinstance(value, float) and not math.isfinite(value):
-        return False  # JSON lacks it
+        return False  # JSON has no NaN or infinity
     word = f"{about}={value}"
     return public_command([word]) == [word]
 
 
 def _without_nodes(value: Any) -> Any:
-    """Return a list or dictionary of OmegaConf as Python's."""
+    """Return a list or dictionary of OmegaConf as a plain list or dictionary."""
     if isinstance(value, Container):
         return OmegaConf.to_container(value, resolve=True)
     return value
 
 
 def resolvers_of(run_dir: Path | None) -> Resolvers:
-    """Return the resolvers of the unfinished job of a run folder, of a new job if it has none."""
-    # what is wrong with the folder is said when the job begins there
+    """Return the resolvers for a launch, with the values of the folder's unfinished job, if any."""
+    # A damaged folder is reported later, when the job starts in it.
     with contextlib.suppress(OSError, ConfigError):
         job = None if run_dir is None else read_identity(run_dir)
         if run_dir is not None and job is not None and job.completed is None:

@@ -1,4 +1,8 @@
-"""The command that resumes a job or a sweep, from any working directory."""
+"""Builds the shell command that resumes a job or a sweep from any working directory.
+
+The launcher and the sweep record the command in the run folder. ``robust-train resume`` reads it
+there, adds the user's overrides, and runs it.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +24,10 @@ from robust_train.folder.secrets import public_command
 
 
 def with_overrides(command: str, run_dir: Path, overrides: Sequence[str]) -> str:
-    """Return a resume command with other values for keys, which replace those that it has.
+    """Return a resume command with overrides, which replace the command's values for these keys.
 
-    A program that calls ``launch`` may read its arguments itself: it gets them by a variable.
+    A program that calls ``launch`` may parse its arguments itself, so it gets the overrides by an
+    environment variable.
     """
     _, folder, _, *words = shlex.split(command)  # cd FOLDER && …
     keys = tuple(f"{key_of(override)}=" for override in overrides)
@@ -43,7 +48,9 @@ def key_of(override: str) -> str:
 
 def resumed_overrides(run_dir: Path) -> list[str]:
     """Return the overrides that ``robust-train resume`` passes to a ``launch`` call in this folder.
-    Only the first call gets them."""
+
+    They are for the first call only, so the variable is removed.
+    """
     given = os.environ.get(OVERRIDES_VARIABLE)
     with contextlib.suppress(ValueError, KeyError, TypeError):
         content = json.loads(given or "")
@@ -54,17 +61,21 @@ def resumed_overrides(run_dir: Path) -> list[str]:
 
 
 _OURS = ("robust-train", "robust_train.cli.main")
+# Run folders that ``launch`` chose in this process. A variable can name only the first of them.
 _unnamed: list[Path] = []
-"""Run folders that calls of ``launch`` got in this process: the variable is for the first."""
 _PLAIN = re.compile(r"[\w/. @%+-]*", re.ASCII)
 
 
 def resume_command(run_dir: Path, *, is_named: bool = False) -> str | None:
     """Return the shell command that resumes this process's job from any working directory.
 
-    It is None if the command holds a secret or a line break, which are not kept, if the job belongs
-    to a sweep, or if no command started it, as in a notebook. ``is_named`` means that the program
-    that calls ``launch`` names the run folder itself.
+    Args:
+        run_dir: the run folder.
+        is_named: whether the program that calls ``launch`` names the run folder itself.
+
+    Returns:
+        The command. None if it contains a secret or a line break, which are not written to files,
+            if the job belongs to a sweep, or if no command started it, as in a notebook.
     """
     if HydraConfig.initialized():
         hydra = HydraConfig.get()
@@ -89,7 +100,10 @@ def resume_command(run_dir: Path, *, is_named: bool = False) -> str | None:
 
 
 def sweep_resume_command(folder: Path, cwd: str) -> str | None:
-    """Return the shell command that resumes this process's sweep, or None as `resume_command`."""
+    """Return the shell command that resumes this process's sweep.
+
+    None if it contains a secret or a line break.
+    """
     return _with_folder("hydra.sweep.dir", folder, cwd)
 
 
@@ -103,8 +117,11 @@ def resumed_by_hand(run_dir: Path) -> str:
 
 
 def repeated_with(folder: str) -> str:
-    """Return instructions to repeat a command that is not kept. ``folder`` is the words that name
-    the folder."""
+    """Return instructions to repeat a command that is not kept.
+
+    Args:
+        folder: the words of the command that name its folder.
+    """
     return f"the same command (not kept: it holds a secret or a line break) with {folder}"
 
 
@@ -125,20 +142,23 @@ def _with_folder(key: str, folder: Path, cwd: str) -> str | None:
 def folder_override(key: str, folder: Path) -> str:
     """Return the override that names a folder."""
     path = str(folder)
-    # a bracket or comma has a meaning in an override
+    # Brackets and commas have a meaning in Hydra's overrides.
     if not _PLAIN.fullmatch(path):
         path = '"{}"'.format(path.replace('"', r"\""))
     return f"{key}={path}"
 
 
 def _from(words: list[str], cwd: str = "", before: Sequence[str] = ()) -> str | None:
-    # the interpreter by its path, for another PATH would find another one
-    same = shlex.join(list(before) + [sys.executable] + words[1:])
+    """Return the shell command for a command line, None if it cannot be written to a file."""
+    # The interpreter is named by its path, because another PATH may find another interpreter.
+    command_line = shlex.join(list(before) + [sys.executable] + words[1:])
     if not cwd:
         cwd = os.getcwd()
-    same = f"cd {shlex.quote(cwd)} && {same}"
+    shell_command = f"cd {shlex.quote(cwd)} && {command_line}"
     # Readers of the files drop control characters, which would change the command.
-    return same if public_command(words) == words and same.isprintable() else None
+    if public_command(words) != words or not shell_command.isprintable():
+        return None
+    return shell_command
 
 
 def command() -> list[str]:

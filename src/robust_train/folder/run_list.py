@@ -1,4 +1,8 @@
-"""A user's runs: a directory of links to run folders, live and past."""
+"""Lists a user's runs, and finds the run that a command means.
+
+Each launcher adds a link to its run folder to a directory of the user. Commands read these links to
+list the runs, and to find a run by its id, name, folder or process id.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +39,7 @@ _COLUMNS = ("command", "state", "job", "run folder")
 
 
 class NoLiveRunError(NotDoneError):
-    """No such run exists, or several do. The message lists the live runs."""
+    """No run, or more than one run, matches the name. The message lists the live runs."""
 
 
 class NothingAliveError(NoLiveRunError):
@@ -44,11 +48,11 @@ class NothingAliveError(NoLiveRunError):
 
 @dataclass(frozen=True)
 class KnownRun:
-    """A run folder as it is now.
+    """The current state of a run folder.
 
     Attributes:
         run_dir: the folder.
-        alive: whether its lock is held, or a process of its killed job is left.
+        alive: whether its lock is held, or a process of its killed job still lives.
         state: the content of ``state.json``, or None if it cannot be read.
         holder: the content of ``lock``, or None if it cannot be read.
     """
@@ -76,20 +80,21 @@ class KnownRun:
         return (self.id, self.state.name) + self.state.earlier_ids
 
     def has_id_like(self, which: str) -> bool:
-        """Return whether an id of it begins so, or is the short form of this."""
+        """Return whether an id of the run starts with ``which``, or is the start of ``which``."""
         if self.state is None or len(which) < _LEAST_DIGITS:
             return False
         ids = (self.id, self.state.job or "") + self.state.earlier_ids
         return any(id.startswith(which) or which.startswith(id) for id in ids if id)
 
     def is_of(self, directory: str) -> bool:
-        """Return whether it was started in this directory, or the directory lies in its folder."""
-        started_in = None if self.state is None else self.state.working_directory
-        return started_in == directory or Path(directory).is_relative_to(self.run_dir)
+        """Return whether the run was started in a directory, or its folder contains it."""
+        if self.state is not None and self.state.working_directory == directory:
+            return True
+        return Path(directory).is_relative_to(self.run_dir)
 
     @property
     def live_pids(self) -> tuple[int, ...]:
-        """The process ids of a live launcher and its attempt, if they are this host's."""
+        """The process ids of a live launcher and its attempt, if they run on this host."""
         if not (self.alive and self.is_here):
             return ()
         pids = [self.pid]
@@ -111,12 +116,12 @@ class KnownRun:
 
     @property
     def is_orphaned(self) -> bool:
-        """Whether it is alive without its launcher, which was killed."""
+        """Whether its attempt is alive although its launcher was killed."""
         return self.alive and self.holder is not None and self.holder.is_dead
 
     @property
     def is_stopped(self) -> bool:
-        """Whether its launcher is known to be stopped (Ctrl-Z)."""
+        """Whether its launcher is known to be suspended (Ctrl-Z)."""
         process = None if self.holder is None else self.holder.process
         with contextlib.suppress(psutil.Error):
             return process is not None and process.status() == psutil.STATUS_STOPPED
@@ -124,29 +129,32 @@ class KnownRun:
 
     @property
     def status(self) -> str:
-        """Name of the state, corrected by whether the lock is held."""
-        last = "starting" if self.state is None else self.state.state
+        """The name of the run's state, which takes into account whether the run is alive."""
         if not self.alive:
-            return last if self.state is not None and self.state.is_final else DIED
+            if self.state is not None and self.state.is_final:
+                return self.state.state
+            return DIED
         if self.is_orphaned:
             return "stopping"  # the attempt saves its last checkpoint
-        return NO_ANSWER if self.is_stopped else last
+        if self.is_stopped:
+            return NO_ANSWER
+        return "starting" if self.state is None else self.state.state
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether it has ended before it was complete."""
+        """Whether it has ended without completing."""
         return not self.alive and self.status != "completed"
 
     @property
     def why_died(self) -> str:
-        """The reason why a run ended that could not record its end."""
+        """Why a run ended without recording its end."""
         state = self.state
         if self.is_here and state is not None and state.updated < psutil.boot_time():
             return "the host went down"
         return "its processes were killed"
 
     def about(self) -> dict[str, Json]:
-        """Return all that is known, for programs, with the ``last_state`` of a run that died."""
+        """Return all facts about the run for programs, with the ``last_state`` if it died."""
         status = self.status
         facts: dict[str, Json] = {"id": self.id, "pid": self.pid}
         if self.state is not None:
@@ -182,21 +190,21 @@ def state_directory(environ: Mapping[str, str] = os.environ) -> Path:
     if not states:
         home = environ.get("HOME")
         if not home:
-            # an account without an entry leaves the tilde as it is
+            # `expanduser` leaves the tilde for a user without an entry in the user database.
             home = os.path.expanduser("~").lstrip("~")
         states = os.path.join(home or "/", ".local/state")
     return Path(states) / "robust-train" / "runs"
 
 
 def register(run_dir: Path, token: str) -> None:
-    """Put a run folder at the end of the list, and drop entries beyond its length."""
+    """Add a run folder to the end of the list, and drop the oldest entries of a full list."""
     directory = state_directory()
     try:
         directory.mkdir(0o700, parents=True, exist_ok=True)
         links = _links(directory)
         earlier = [name for name, to in links.items() if to == run_dir]
         others = {name: to for name, to in links.items() if to != run_dir}
-        # first, or a command that looks now would miss a run that continues
+        # The new link is created first. Otherwise a command could miss a run that resumes now.
         (directory / f"{time.time_ns():020}-{token}").symlink_to(run_dir)
         for name in earlier + _surplus(others, MOST_LINKS - 1):
             (directory / name).unlink(missing_ok=True)
@@ -224,8 +232,7 @@ def find_live_runs() -> list[KnownRun]:
 
 
 def sweep_at(which: str | None) -> Path | None:
-    """Return the sweep folder that is named by its path, or by the path of a file in it, or
-    None."""
+    """Return the sweep folder at a path, or around the file at a path, or None."""
     if which is None:
         return None
     path = Path(os.path.expanduser(which)).resolve()
@@ -238,22 +245,22 @@ def choose_run(which: str | None, *, dead_too: bool = False, command: str = "sta
 
     Args:
         which: a run's id or the first digits of it, its folder, a path inside or around it, its
-            job's name, or the process id of its launcher or attempt. None: the only live run, else
-            the last of this working directory.
-        dead_too: accept a run that has ended.
-        command: the words that a refusal proposes.
+            job's name, or the process id of its launcher or attempt. None for the only live run, or
+            the last run of this working directory.
+        dead_too: whether to accept a run that has ended.
+        command: the command that an error message suggests.
 
     Raises:
         NothingAliveError: the run is not alive.
-        NoLiveRunError: no such run exists, or several do.
+        NoLiveRunError: no run, or more than one run, matches ``which``.
     """
     if which is None:
         run = _default_run(command)
         if run.alive or dead_too:
             return run
         raise NothingAliveError(
-            f"no run of yours is alive on this machine; the last of this directory is "
-            f"{run.id}, {run.status}{_goes_on(run)}"
+            f"no run of yours is alive on this machine; the last run of this directory is "
+            f"{run.id}, {run.status}{_hint_to_resume(run)}"
         )
     at_path = _run_at(Path(os.path.expanduser(which)))
     if at_path is not None and (at_path.alive or dead_too):
@@ -271,19 +278,20 @@ def choose_run(which: str | None, *, dead_too: bool = False, command: str = "sta
         )
     if meant:
         last = meant[-1]
-        raise NoLiveRunError(f"{which} is not alive: {last.id} {last.status}{_goes_on(last)}")
+        hint = _hint_to_resume(last)
+        raise NoLiveRunError(f"{which} is not alive: {last.id} {last.status}{hint}")
     alive = [run for run in runs if run.alive]
-    hint = "robust-train ps lists them"
+    hint = "robust-train ps lists your runs"
     if alive:
-        hint = f"alive are:{_listed(alive, command)}"
+        hint = f"live runs:{_listed(alive, command)}"
     raise NoLiveRunError(f"{which}: no run of yours has that id, folder, name or pid; {hint}")
 
 
 def _default_run(command: str) -> KnownRun:
-    """Return the run that a command means which names none."""
+    """Return the run of a command that names no run."""
     runs = find_runs()
     alive = [run for run in runs if run.alive]
-    # a disk may be shared with other hosts
+    # The list may be on a disk that other hosts share. Runs of this host are preferred.
     alive = [run for run in alive if run.is_here] or alive
     if len(alive) == 1:
         return alive[0]
@@ -302,15 +310,15 @@ def _default_run(command: str) -> KnownRun:
     if runs:
         listed = _listed(runs[-_MOST_LISTED:], command)
         raise NothingAliveError(
-            "no run of yours is alive, and none was started in this directory; the last "
-            f"ones elsewhere:{listed}"
+            "no run of yours is alive, and no run was started in this directory; the last "
+            f"runs elsewhere:{listed}"
         )
     raise NothingAliveError(
-        f"no run of yours is alive, and none is on the list in {state_directory()}"
+        f"no run of yours is alive, and the list of runs in {state_directory()} is empty"
     )
 
 
-def _goes_on(run: KnownRun) -> str:
+def _hint_to_resume(run: KnownRun) -> str:
     if not run.is_unfinished:
         return ""
     return f"; robust-train resume {run.id} continues"
@@ -330,8 +338,11 @@ def _run_at(path: Path) -> KnownRun | None:
 
 
 def _meant(runs: Sequence[KnownRun], which: str) -> list[KnownRun]:
-    """Return the runs with this pid, else those with this id or name, else those with an id that
-    begins so, else those in this folder, as a sweep's are."""
+    """Return the runs that ``which`` means.
+
+    These are the runs with this process id, or else with this id or name, or else with an id that
+    starts like this, or else in this folder, for example the folder of a sweep.
+    """
     folder = Path(os.path.expanduser(which)).resolve()
     ways: tuple[Callable[[KnownRun], bool], ...] = (
         lambda run: which.isdigit() and int(which) in run.live_pids,
@@ -347,21 +358,16 @@ def _meant(runs: Sequence[KnownRun], which: str) -> list[KnownRun]:
 
 
 def _listed(runs: Sequence[KnownRun], command: str) -> str:
-    """Return a line for each run with the command that means it."""
-    rows = [
-        (
-            f"robust-train {command} {run.id}",
-            run.status,
-            None if run.state is None else run.state.name,
-            run.run_dir,
-        )
-        for run in runs
-    ]
+    """Return a line for each run, with the command for this run."""
+    rows = []
+    for run in runs:
+        name = None if run.state is None else run.state.name
+        rows.append((f"robust-train {command} {run.id}", run.status, name, run.run_dir))
     return "".join(f"\n  {line}" for line in aligned(rows, _COLUMNS)[1:])
 
 
 def _links(directory: Path) -> dict[str, Path]:
-    """Return names and targets of the links in the directory, the oldest first."""
+    """Return the names and targets of the links in a directory, the oldest first."""
     links = {}
     with contextlib.suppress(OSError):
         for name in sorted(os.listdir(directory)):
@@ -373,8 +379,8 @@ def _links(directory: Path) -> dict[str, Path]:
 def _surplus(links: Mapping[str, Path], most: int) -> list[str]:
     """Return the entries to drop so that at most ``most`` stay.
 
-    A folder that is missing may be on a disk that is not mounted yet, so it loses its entry only if
-    the list is full. Then it goes before those that exist.
+    A missing folder may be on a disk that is not mounted yet, so its entry is dropped only if the
+    list is full. Entries of missing folders are dropped before entries of existing folders.
     """
     if len(links) <= most:
         return []

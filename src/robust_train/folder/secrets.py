@@ -1,4 +1,8 @@
-"""Commands and variables as a file may show them: without secrets."""
+"""Removes secrets from commands, environment variables and texts before a file shows them.
+
+The launcher and the sweep use it for the files of the run folder, and commands for their output. A
+value is a secret by its name (``wandb.key=…``), or by its form (``hf_…``, in ``secrets.txt``).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ _MATTERS = re.compile(
     r"ROBUST_TRAIN)_\w+|PYTHON\w+|LD_LIBRARY_PATH|LD_PRELOAD|VIRTUAL_ENV|CONDA_DEFAULT_ENV"
 )
 _SECRET = re.compile(r"token|key|pass|pwd|secret|credential|auth|cookie|url|jwt", re.I)
-# a password may have an @ of its own
+# Credentials in a URL. They may contain an @ themselves.
 _IN_URL = re.compile(r"(\w://)[^\s/\"']+@")
 _NAME = (
     r"(?:token(?!s|iz)|(?:api|access|secret|private|auth|ssh|account|service|client|db|license)"
@@ -20,10 +24,10 @@ _NAME = (
     r"|jwt|dsn|webhook|ur[il](?![a-z])|notify)"
 )
 _NAMED = re.compile(_NAME, re.I)
-# which is a secret in `wandb.key=…`, and a column of a table in `data.image_key=pixels`
+# `wandb.key=…` holds a secret, but `data.image_key=pixels` names a column of a table.
 _KEY = re.compile(r"(?<![a-z])key$", re.I)
 _WORD = re.compile(r"[a-z][a-z_.]*", re.I)
-# A number counts as a word too.
+# With these names even a number is a secret.
 _PASSWORD = re.compile(
     r"passw|passphrase|passcode|pwd|secret|credential|(?:api|access|private)[_-]?key", re.I
 )
@@ -35,13 +39,12 @@ _INSIDE = re.compile(
     rf"|(?:{_PASSWORD.pattern})[\w-]*[\"']?\s*[:=,](?!\s*{_FLAG.pattern}\b)",
     re.I,
 )
-# where ranks meet, or a service is: no more than a host and a port
+# An address without credentials, for example of a rendezvous or a database.
 _ADDRESS = re.compile(r"\w+://[\w.:\[\]-]*/?|(?:file|sqlite)://[^@?]*")
 
 
 def public_command(words: Sequence[str]) -> list[str]:
-    """Return a command line, or overrides, without values whose name or form is that of a
-    secret."""
+    """Return a command line, or overrides, with ``…`` in place of each secret."""
     shown = []
     before = ""  # an option whose value is the next word
     for word in words:
@@ -85,8 +88,7 @@ def _holds_secret(text: str) -> bool:
 
 @functools.cache
 def _forms() -> re.Pattern[str]:
-    """Return the pattern that finds a token by its form. Few commands need it, so it is read on
-    demand."""
+    """Return the pattern that recognises a token by its form. It is loaded only if needed."""
     lines = (Path(__file__).parent / "secrets.txt").read_text().splitlines()
     forms = [line for line in lines if line and not line.startswith("#")]
     return re.compile(rf"(?<![A-Za-z0-9])(?:{'|'.join(forms)})")
@@ -94,14 +96,14 @@ def _forms() -> re.Pattern[str]:
 
 def public_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that matter to training, without secrets."""
-    names = [
-        name
-        for name in filter(_MATTERS.fullmatch, environ)
-        if not _SECRET.search(name) and not _forms().search(environ[name])
-    ]
-    return {name: public_text(environ[name]) for name in sorted(names)}
+    public: dict[str, str] = {}
+    for name, value in sorted(environ.items()):
+        is_secret = _SECRET.search(name) or _forms().search(value)
+        if _MATTERS.fullmatch(name) and not is_secret:
+            public[name] = public_text(value)
+    return public
 
 
 def public_text(text: str) -> str:
-    """Return a text without credentials in URLs."""
+    """Return a text without the credentials in its URLs."""
     return _IN_URL.sub(r"\1…@", text)

@@ -1,4 +1,8 @@
-"""``state.json`` and ``summary.json``: how a job is and how it ended, for every reader."""
+"""Writes and reads ``state.json`` and ``summary.json``: the state of a job, and its result.
+
+The launcher keeps ``state.json`` up to date during a launch, and writes ``summary.json`` at the
+job's end. Commands, sweeps and reports read both.
+"""
 
 from __future__ import annotations
 
@@ -34,45 +38,45 @@ log = logging.getLogger("robust_train")
 
 STATE_FILE = "state.json"
 FINAL = frozenset({"completed", "failed", "no_device", "interrupted", "pruned"})
+# Exit codes by the status of a job. The exit code of an interrupted job depends on the signal.
 EXIT_CODES = {"completed": 0, "pruned": 0, "failed": EXIT_FAILED, "no_device": EXIT_TRY_LATER}
-"""By the end of a job. The exit code of an interrupted job depends on the signal."""
 _INTERVAL_SECONDS = 1.0
 _MAX_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class RunState:
-    """The state of a job, as ``state.json`` records it. Times are seconds of the epoch.
+    """The content of ``state.json``: the state of a job. Times are seconds since the epoch.
 
     Attributes:
         id: the job's id in all its launches: the first eight digits of `job`.
-        name: `job_name`, or the name of model and dataset, function or script.
+        name: `job_name`, or the name of the model and data set, the function or the script.
         run_dir: the path of the folder when the job started.
         pid: the launcher's process on `host`.
         host: the launcher's host.
         user: the name of the job's user.
         started: when this launch began.
         since: when the job entered this state.
-        state: `starting`, `waiting`, `running`, `between attempts`, `stopping`, or how the job
-            ended: `completed`, `failed`, `no_device`, `interrupted`, `pruned`.
-        updated: when this was written.
+        state: `starting`, `waiting`, `running`, `between attempts` or `stopping`. After the end of
+            the job: `completed`, `failed`, `no_device`, `interrupted` or `pruned`.
+        updated: when the file was written.
         schema: version of the format.
-        earlier_ids: ids of the jobs that this folder had before.
-        working_directory: where the command was run.
-        ended: when the job ended. None: it has not.
-        job: identity of the job through all its launches.
+        earlier_ids: ids of earlier jobs in this folder.
+        working_directory: the directory in which the command was run.
+        ended: when the job ended. None before the end.
+        job: identity of the job in all its launches.
         earlier_seconds: duration of the job's earlier launches.
-        waiting: the wait for a GPU: `position`, `reason`, `seconds_left` (null after a time
-            slice: no limit).
-        attempt: the last attempt, as in `summary.json`.
+        waiting: the wait for a GPU: `position`, `reason`, `seconds_left` (null for a wait without
+            a time limit, after a time slice).
+        attempt: the record of the last attempt, as in `summary.json`.
         checkpoint: the last checkpoint that was reported.
-        checkpoint_step: its step.
-        longest_pause: seconds between two reports of progress, at most.
+        checkpoint_step: the step of that checkpoint.
+        longest_pause: the longest time between two reports of progress, in seconds.
         reason: why the last attempt, or the job, ended.
         exit_code: None until the job has ended.
-        resume_command: the command of `robust-train resume`. None: started without a command of
-            ours, by an engine such as torchrun, or with a secret.
-        was_asked_to_end: a person asked, as far as is known.
+        resume_command: the command that `robust-train resume` runs. None if the job was started
+            without a command of this package, by an engine such as torchrun, or with a secret.
+        was_asked_to_end: whether a person asked the job to end, as far as is known.
     """
 
     id: str
@@ -113,10 +117,10 @@ class RunState:
 
     @classmethod
     def read(cls, data: bytes | str) -> RunState | None:
-        """Return the state in the content of a file, or None if it has another schema."""
+        """Return the state in a file's content, None if it is damaged or has another schema."""
         try:
             state = from_json(cls, parse_json(data))
-        except ValueError:  # MalformedEventError among them
+        except ValueError:  # includes MalformedEventError
             return None
         return state if state.schema == SCHEMA else None
 
@@ -131,12 +135,12 @@ class RunState:
             case PauseLearned():
                 return replace(state, longest_pause=event.seconds)
             case JobStarted() if self.job != event.job:
-                # what another job in this folder has taught does not count
+                # The figures of the folder's earlier job do not apply to a new job.
                 return replace(state, job=event.job, longest_pause=None, earlier_seconds=0.0)
         return state
 
     def about(self) -> dict[str, Json]:
-        """Return the state and its attempt in a single object, for commands and notifications."""
+        """Return the state and the attempt's record in one object, for commands."""
         content: dict[str, Json] = as_json(replace(self, attempt=None))
         if self.attempt is None:
             return content
@@ -151,7 +155,7 @@ class RunState:
 
     @property
     def importance(self) -> tuple[object, ...]:
-        """The fields that are written at once when they change."""
+        """The fields that are written immediately when they change."""
         attempt = self.attempt
         if attempt is None:
             return self.id, self.state, self.checkpoint
@@ -167,10 +171,15 @@ def read_state(run_dir: Path) -> RunState | None:
 
 
 class StateFile:
-    """Keeps ``state.json``: written at once at a change of state, else once a second at most.
+    """Keeps ``state.json`` up to date, with at most one write per second for unimportant changes.
 
-    A disk that is full costs the file and not the job. ``check`` raises RunFolderLostError if
-    another job has the folder by now: then nothing is written.
+    If the disk is full, the job continues without the file.
+
+    Args:
+        run_dir: the run folder.
+        state: the first state.
+        check: called before each write. If it raises RunFolderLostError, because another job has
+            taken the folder, nothing is written.
     """
 
     def __init__(
@@ -182,11 +191,11 @@ class StateFile:
         self._is_due = True
         self._next_write = 0.0
         self._has_warned = False
-        # in-process attempts: their thread ticks, the main thread sends events
+        # For an attempt in this process, another thread ticks while the main thread sends events.
         self._lock = threading.RLock()
 
     def update(self, change: Callable[[RunState], RunState]) -> None:
-        """Change the state, and write it if that is important or time to."""
+        """Change the state, and write it if the change is important or the last write is old."""
         with self._lock:
             before = self.state
             state = change(self.state)
@@ -201,7 +210,7 @@ class StateFile:
         self.write_if_due()
 
     def write_if_due(self) -> None:
-        """Write what has changed, unless the last time is less than a second ago."""
+        """Write a changed state, unless the last write was less than a second ago."""
         with self._lock:
             now = time.monotonic()
             if not self._is_due or now < self._next_write:
@@ -233,15 +242,15 @@ class Summary:
     Attributes:
         status: `completed`, `failed`, `no_device`, `interrupted` or `pruned`.
         run_dir: the run folder.
-        reason: one sentence. Of a completed job only if its success is in doubt.
+        reason: one sentence. A completed job has a reason only if its success is in doubt.
         result: the trainer's return value, in JSON's types.
         wall_seconds: the time from the launcher's start of the job to its end.
-        wait_seconds: the part of it that was spent waiting for a GPU.
-        goodput: seconds of the time of all launches, by use, and `share`, the useful share.
+        wait_seconds: the part of that time in which the job waited for a GPU.
+        goodput: the seconds of all launches by their use, and the useful `share`.
         checkpoint: the last checkpoint that a trainer reported.
         best: the best checkpoint that a trainer kept. In the file only if it exists.
         environment: the short form of `environment.json`.
-        advice: sentences that say what would make the job faster.
+        advice: sentences about ways to make the job faster.
         attempts: the attempts of this launch, in order.
         earlier_seconds: the duration of the job's earlier launches. Not in the file.
         error: the trainer's own exception. Not in the file.
@@ -270,7 +279,7 @@ class Summary:
         return f"Summary({self.status}, {end}, {attempts}{wall}, run_dir={str(self.run_dir)!r})"
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows: the same, with a link to the job's page."""
+        """Return the summary as HTML for notebooks, with a link to the job's page."""
         page = (self.run_dir / "report.html").absolute().as_uri()
         return f'<code>{escape(repr(self))}</code> <a href="{escape(page)}">report</a>'
 
@@ -278,10 +287,10 @@ class Summary:
         """Raise the error that ended the job, unless it completed or its sweep pruned it.
 
         Raises:
-            NoDeviceError: no device in time, and the CPU is not allowed.
+            NoDeviceError: no device became free in time, and the CPU is not allowed.
             AttemptsExhaustedError: memory ran out on every device that may be used.
-            TrainerFailedError: the trainer failed otherwise. Its own exception is raised instead if
-                its class is known here.
+            TrainerFailedError: the trainer failed for another reason. If this process knows the
+                class of the trainer's exception, that exception is raised instead.
         """
         reason = str(self.reason)
         if self.status in ("completed", "pruned"):
@@ -292,10 +301,12 @@ class Summary:
         if last.kind in MEMORY_FAILURES:
             raise AttemptsExhaustedError(reason)
         text = last.traceback or reason
-        # a crash's stack does not name the signal that ended it
+        # The stack of a crash does not name the signal that ended the process.
         if reason not in text:
             text = f"{reason}\n{text}"
-        error = TrainerFailedError(text) if self.error is None else self.error
+        error = self.error
+        if error is None:
+            error = TrainerFailedError(text)
         raise error from TrainerFailedError(text)
 
     @property
@@ -319,23 +330,28 @@ class Summary:
         return content
 
     def write(self) -> None:
-        """Write ``summary.json``, whole or not at all. A full disk costs a warning."""
+        """Write ``summary.json``, completely or not at all. If the disk is full, log a warning."""
         path = self.run_dir / SUMMARY_FILE
         try:
-            # there before the disk is waited for: a scheduler may kill meanwhile
+            # The file exists before it is flushed, because a scheduler may kill this process while
+            # it waits for the disk.
             write_json(path, self.as_json(), indent=2)
-            for each in (path, path.parent):
-                sync(each)
+            sync(path)
+            sync(path.parent)
         except OSError as error:
             log.warning("cannot write %s: %s", path, error.strerror)
 
 
+# The run folder of the current job of a sweep, if the job ended in an earlier launch.
 _ended_earlier: list[Path] = []
 
 
 def note_ended_earlier(folder: Path | None) -> None:
-    """Record the run folder of a sweep's job that ended in an earlier launch, because Hydra calls
-    it again anyway. None means that the job has to run."""
+    """Record that a sweep's job ended in an earlier launch, since Hydra calls it again anyway.
+
+    Args:
+        folder: the job's run folder, None for a job that has to run.
+    """
     _ended_earlier[:] = [] if folder is None else [folder]
 
 
@@ -364,13 +380,12 @@ def read_summary(folder: Path) -> Summary | None:
 
 
 def objective_of(result: Any) -> Any:
-    """Return what a sweeper optimises of a trainer's result: its ``objective``, else all of it."""
+    """Return the value that a sweeper optimises: a result's ``objective``, or the whole result."""
     return result.get("objective", result) if isinstance(result, dict) else result
 
 
 def figure_of(result: Any) -> str | None:
-    """Return the name of the figure that is the objective of a result, if exactly one figure has
-    its value."""
+    """Return the name of the figure that equals a result's objective, None unless it is unique."""
     if not isinstance(result, dict) or "objective" not in result:
         return None
     names = [n for n, value in result.items() if n != "objective" and value == result["objective"]]
@@ -383,8 +398,11 @@ _Place = tuple[str | int, ...]
 
 
 def lacked_by_json(result: Any) -> dict[str, Json]:
-    """Return the entries of a file that keep what JSON lacks in a result, NaN and infinities: its
-    objective, and the place and value of each in a dictionary or list."""
+    """Return entries for ``summary.json`` that keep the NaN and infinities of a result.
+
+    JSON has no such values, so the file has null in their place. The entries hold the objective,
+    and the place and value of each such figure in a dictionary or list.
+    """
     lacked: dict[str, Json] = {}
     objective = objective_of(result)
     if isinstance(objective, float) and not math.isfinite(objective):
@@ -410,8 +428,11 @@ def _not_finite(value: Any, place: _Place) -> Iterator[tuple[_Place, str]]:
 
 
 def with_lacked_by_json(content: Any) -> Any:
-    """Return the content of a file with NaN and infinities restored in its result. Raises
-    ValueError if `lacked_by_json` does not write such an entry."""
+    """Return the content of a file with NaN and infinities restored in its result.
+
+    Raises:
+        ValueError: `lacked_by_json` does not write such an entry.
+    """
     if not isinstance(content, dict):
         return content
     result: Any = copy.deepcopy(content.get("result"))

@@ -1,8 +1,9 @@
-"""Experiment trackers continue one run through all attempts and launches of a job.
+"""Lets experiment trackers continue the same run in all attempts and launches of a job.
 
-wandb takes our id. MLflow and trackio choose the ids and names of their runs, so the run folder
-records those of an attempt's run for the attempts after it. The launcher reads that note in
-`tracker_environment`, and the process that trains writes it by `TrackerNote`.
+wandb accepts the job's id as its run id. MLflow and trackio choose the ids and names of their runs
+themselves, so the attempt's process records them in the run folder (:class:`TrackerNote`). Before
+the next attempt, the launcher reads them and sets them as environment variables
+(:func:`tracker_environment`).
 """
 
 from __future__ import annotations
@@ -24,16 +25,21 @@ TRACKIO_NAME = "TRACKIO_RUN_NAME"
 VARIABLES = (WANDB_ID, WANDB_RESUME, MLFLOW_ID, TRACKIO_NAME)
 _WANDB_ITSELF = (WANDB_ID, WANDB_RESUME, "WANDB_SWEEP_ID")
 _MLFLOW_SERVER = "MLFLOW_TRACKING_URI"
+# The key of each variable in the file.
 _NOTED = {MLFLOW_ID: "mlflow_run_id", TRACKIO_NAME: "trackio_run_name"}
-"""The note's key for the value of each variable."""
 
 
 def tracker_environment(
     environ: Mapping[str, str], run_dir: Path, job: str, *, shares_packages: bool
 ) -> dict[str, str]:
-    """Return the variables to add to an attempt's environment. Those that the user set stay.
+    """Return the variables to add to an attempt's environment. A variable of the user stays as set.
 
-    A trainer that does not share the packages of this process may have wandb all the same.
+    Args:
+        environ: the launcher's environment.
+        run_dir: the run folder.
+        job: the job's identity.
+        shares_packages: whether the trainer uses the packages of this process. Otherwise it may use
+            wandb even if this process has no wandb.
     """
     variables: dict[str, str] = {}
     has_wandb = not shares_packages or importlib.util.find_spec("wandb") is not None
@@ -44,7 +50,7 @@ def tracker_environment(
 
 
 def _read_note(run_dir: Path, job: str, server: str | None) -> dict[str, str]:
-    """Return the runs that attempts of this job have noted, by the variables that name them."""
+    """Return the runs that attempts of this job have recorded, by the variables that name them."""
     note = read_object(run_dir / FILE)
     if note.get("job") != job:
         return {}
@@ -55,14 +61,18 @@ def _read_note(run_dir: Path, job: str, server: str | None) -> dict[str, str]:
 
 
 class TrackerNote:
-    """Records in the run folder the runs of MLflow and trackio that this process logs to. ``job``
-    is empty if no launcher would read it."""
+    """Records the runs of MLflow and trackio to which this process logs, in the run folder.
+
+    Args:
+        run_dir: the run folder.
+        job: the job's identity. Empty if no launcher would read the file, so none is written.
+    """
 
     def __init__(self, run_dir: Path, job: str | None) -> None:
         self._run_dir = run_dir
         self._job = job
         self._noted: dict[str, str] = {}
-        # This is the launcher's value: set_tracking_uri() changes the variable in this process.
+        # Read at once, since `set_tracking_uri` changes the variable in this process later.
         self._server = os.environ.get(_MLFLOW_SERVER)
 
     def poll(self) -> None:
@@ -74,7 +84,8 @@ class TrackerNote:
             if active.items() <= self._noted.items():
                 return
             self._noted |= active
-            # an earlier attempt may have noted the run of a tracker that has not begun yet
+            # An earlier attempt may have recorded the run of a tracker that this attempt has not
+            # started yet.
             earlier = _read_note(self._run_dir, self._job, self._server)
             runs = earlier | self._noted
             note = {
@@ -91,7 +102,7 @@ def _active_mlflow_run() -> dict[str, str]:
     run = active() if active is not None else None
     if run is None:
         return {}
-    # a nested run ends with its parent
+    # A nested run ends with its parent run, so the parent run continues.
     return {MLFLOW_ID: run.data.tags.get("mlflow.parentRunId", run.info.run_id)}
 
 

@@ -248,7 +248,7 @@ class ProcessDriver(HostDriver):
             tick()
             self.devices.queue.tick()
 
-        self.devices.begin(request.spec.gpus)
+        self.devices.note_free_memory(request.spec.gpus)
         return super().run(request, on_event, signals, hold, tick_with_queue)
 
 

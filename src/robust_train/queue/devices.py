@@ -1,7 +1,7 @@
-"""Acquire the GPUs for a job's first attempt, and offer GPUs for the attempts after it.
+"""Finds the GPUs of a job: acquires them for its first attempt, and offers them for later attempts.
 
-The launcher's driver holds a :class:`Devices`, which joins what NVML shows, the job's keys and the
-host's queue.
+The driver (:mod:`robust_train.launcher.driver`) holds one :class:`Devices` per job, in the
+launcher's process. It combines the GPUs that NVML lists with the job's keys and the host's queue.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from robust_train.readable import MIB
 
 log = logging.getLogger("robust_train")
 
-# How long to wait until the driver returns an attempt's memory, and how much may stay missing.
+# How long to wait until the driver has freed an attempt's memory, and how much may stay missing.
 _SETTLE_SECONDS = 5.0
 _SETTLE_BAND_BYTES = 256 * MIB
 
@@ -48,20 +48,28 @@ class FreeBytes(NamedTuple):
 
 
 class Devices:
-    """The devices as one job sees them, and its reservations in the host's queue."""
+    """Finds devices for one job, and reserves them in the host's queue.
+
+    Args:
+        config: the job's config.
+        job_name: the name that other jobs of the host see.
+        environ: the launcher's environment, whose CUDA_VISIBLE_DEVICES limits the choice.
+        run_dir: the job's run folder.
+        sleep: waits for some seconds. An exception that it raises ends the wait.
+        on_wait: called with each status of a wait.
+        token: marks the job's processes and its record in the queue. Empty for a new token.
+        job_id: the job's id, which the queue shows.
+        in_sweep: whether the job belongs to a sweep.
+    """
 
     def __init__(
         self,
         config: RobustConfig,
-        job_name: str,  # shown to the other jobs of the host
-        # Its CUDA_VISIBLE_DEVICES bounds the choice.
+        job_name: str,
         environ: Mapping[str, str],
         run_dir: Path,
-        # Waits a number of seconds. An exception ends the waiting.
         sleep: Callable[[float], None],
-        # Called with each status of the waiting.
         on_wait: Callable[[WaitStatus], None] = lambda status: None,
-        # Marks the job's processes and its record in the queue. Empty: a new token.
         token: str = "",
         *,
         job_id: str = "",
@@ -71,14 +79,15 @@ class Devices:
         self._environ = environ
         self._sleep = sleep
         self._on_wait = on_wait
+        # Memory that the next attempt needs on each GPU, learned from earlier attempts.
         self._need_bytes = config.min_gpu_memory_bytes
-        self._other_ranks_bytes = 0  # the most that a rank other than 0 has reserved
-        self._free_before: dict[str, int] = {}
-        # The GPU that the config names, if any.
-        self._named: tuple[str, ...] = ()
-        # The time when the job got its GPUs, by the monotonic clock.
+        self._other_ranks_bytes = 0  # the most memory that a rank other than 0 has reserved
+        self._free_before: dict[str, int] = {}  # free memory before the attempt, by UUID
+        self._named: tuple[str, ...] = ()  # the UUID of the GPU that the config names, if any
+        # When the job acquired its GPUs, by the monotonic clock.
         self.acquired_at = -math.inf
-        self._only: frozenset[str] | None = None  # UUIDs that ``device`` lists
+        # UUIDs of the GPUs that ``device`` lists, None if it lists no GPUs.
+        self._only: frozenset[str] | None = None
         job = QueuedJob(
             job=job_id,
             name=job_name,
@@ -90,14 +99,15 @@ class Devices:
         self.queue = HostQueue(directory, self._read, job, token)
 
     def acquire(self, fewer: Sequence[int] = ()) -> Group:
-        """Return ``num_gpus`` GPUs to start on, or none for the CPU.
+        """Wait for the job's GPUs, reserve them and return them, or return no GPU for the CPU.
 
-        If not that many become free in time, any of the numbers ``fewer`` will do.
+        Args:
+            fewer: numbers of GPUs to accept if ``num_gpus`` do not become free in time.
 
         Raises:
             NoDeviceError: no GPU is suitable, and the CPU is not allowed.
             ConfigError: ``device`` names a GPU that this machine does not have, or a single GPU for
-                a job of several, or the job wants more than the GPUs could ever give.
+                a job of several GPUs, or the job needs more memory than the GPUs have.
         """
         config = self._config
         wanted = "auto" if config.picks_gpu else config.device
@@ -109,34 +119,36 @@ class Devices:
                 f"device={wanted}, which is one GPU: leave device out, and name the GPUs "
                 "that may be taken in CUDA_VISIBLE_DEVICES"
             )
-        is_used = config.names_several or config.device in ("auto", "cuda")
-        if config.auto_device and not is_used:
+        agrees = config.names_several or config.device in ("auto", "cuda")
+        if config.auto_device and not agrees:
             log.warning("device=%s is not used because auto_device=true", config.device)
         visible = self._read(False)
-        # Without GPUs, the warning is the reason below.
+        # If no GPU is visible, the next lines report the warning as the reason.
         if visible.warning and visible.gpus:
             log.warning("%s", visible.warning)
         if not visible.gpus:
             return self._without_gpus(visible)
         if config.names_several:
-            self._only = _several(config.device, visible)
+            self._only = _find_listed(config.device, visible)
             visible = self._read(False)
-        self._named = _named(wanted, visible)
+        self._named = _find_named(wanted, visible)
         request = self._request(config.min_gpu_memory_bytes, self._named)
-        # An unreadable GPU may have more, and an administrator may open a prohibited GPU.
-        changes = any(not could_ever_fit(gpu, 1) for gpu in visible.gpus)
+        # A GPU that no job can use now may still become usable: an administrator may change its
+        # compute mode, or it may become readable and turn out to be larger.
+        may_change = any(not could_ever_fit(gpu, 1) for gpu in visible.gpus)
         default_bytes = RobustConfig.min_gpu_memory_mb * MIB
-        if config.num_gpus > 1 or config.min_gpu_memory_bytes > default_bytes:
+        is_demanding = config.num_gpus > 1 or config.min_gpu_memory_bytes > default_bytes
+        if is_demanding and not may_change:
             least = replace(request, count=min(fewer, default=request.count))
-            pointless = "" if changes else why_pointless(least, visible)
+            pointless = why_pointless(least, visible)
             if pointless:
                 raise ConfigError(pointless)
         group = self._wait(request, itertools.chain([request.count], fewer))
         if isinstance(group, NoGpu):
-            return self._cpu_or_nothing(group.reason, has_gpus=True)
+            return self._fall_back_to_cpu(group.reason, has_gpus=True)
         if len(group) < request.count:
             log.warning(
-                "num_gpus=%d, but only %d are available: training begins with these (min_num_gpus)",
+                "num_gpus=%d, but only %d are available: training starts with these (min_num_gpus)",
                 request.count,
                 len(group),
             )
@@ -145,25 +157,23 @@ class Devices:
         return group
 
     def offers(self) -> Offers:
-        """Return the GPUs for the next attempt: those that could be taken now, and those in use.
+        """Return the GPUs that the next attempt could use.
 
-        The first are best first, with the usable memory as ``free_bytes``. The others are healthy
-        GPUs that other jobs have.
+        Returns:
+            The GPUs that are available now, best first, with the usable memory as ``free_bytes``,
+            and the healthy GPUs that other jobs use.
         """
         count = self._config.num_gpus
         least = self._config.min_gpu_memory_bytes
-        free = [gpu for gpu in self.queue.open_gpus() if can_be_one_of(gpu, count)]
-        gpus = tuple(rank(free, least))
-        uuids = {gpu.uuid for gpu in gpus}
-        held = (
-            gpu
-            for gpu in self.queue.read().gpus
-            if gpu.uuid not in uuids
-            and gpu.unusable is None
-            and gpu.total_bytes >= least
-            and can_be_one_of(gpu, count)
-        )
-        return Offers(gpus, tuple(held))
+        free = [gpu for gpu in self.queue.find_open_gpus() if can_be_one_of(gpu, count)]
+        available = tuple(rank(free, least))
+        uuids = {gpu.uuid for gpu in available}
+        in_use = []
+        for gpu in self.queue.read().gpus:
+            is_healthy = gpu.unusable is None and gpu.total_bytes >= least
+            if gpu.uuid not in uuids and is_healthy and can_be_one_of(gpu, count):
+                in_use.append(gpu)
+        return Offers(available, tuple(in_use))
 
     def take(self, group: Group) -> bool:
         """Reserve the next attempt's GPUs in place of the last attempt's.
@@ -174,52 +184,55 @@ class Devices:
         offered = min((gpu.free_bytes for gpu in group), default=0)
         return self.queue.take([gpu.uuid for gpu in group], self._need_bytes, offered)
 
-    def who_waits(self) -> QueuedJob | None:
-        """Return the job of another user with fewer GPUs that waits for GPUs of this job."""
-        return self.queue.who_waits()
+    def find_job_to_yield_to(self) -> QueuedJob | None:
+        """Return the waiting job to which this job should release its GPUs, if any."""
+        return self.queue.find_job_to_yield_to()
 
-    def leave(self, count: int) -> Room:
-        """Release the GPUs, and return what the job then waits for, behind all waiting jobs."""
-        # The job's waiting interpreters have its mark but no attempt: no GPU is kept for them.
+    def release_for_others(self, count: int) -> Room:
+        """Release the GPUs, and return the room for which the job then waits, at the queue's end.
+
+        Args:
+            count: the number of GPUs to wait for.
+        """
+        # No GPU is kept for the job's standby interpreters, although they have its mark.
         self.queue.take((), 0)
         return Room((), self._need_bytes, counts=(count,))
 
-    def begin(self, group: Group) -> None:
+    def note_free_memory(self, group: Group) -> None:
         """Note the free memory before an attempt in another process."""
-        self._free_before = free_bytes(group)
+        self._free_before = read_free_bytes(group)
 
     def on_event(self, event: Event) -> None:
         """Report the memory that the attempt has reserved on its GPUs to the queue."""
         if isinstance(event, MemoryReported) and event.reserved is not None:
             rank = event.rank or 0
             self.queue.report(event.reserved, rank)
-            if rank > 0:  # rank 0's peak is in the outcome, which is more exact
+            if rank > 0:  # the attempt's record has a more exact peak of rank 0
                 self._other_ranks_bytes = max(self._other_ranks_bytes, event.reserved)
 
-    def ended(self, attempt: Attempt) -> FreeBytes:
-        """Record that an attempt's processes have ended.
+    def record_end(self, attempt: Attempt) -> FreeBytes:
+        """Learn from an attempt whose processes have ended, and exclude a GPU that failed.
 
         Returns:
-            The free memory, before and after, of the GPU on which it failed, if that is a GPU of
-            the job.
+            The free memory of the GPU on which the attempt failed, before and after the attempt.
         """
         group = attempt.spec.gpus
         failure = attempt.failure
-        self._learn(attempt)
+        self._learn_need(attempt)
         if failure is None:
             return FreeBytes()
         self.queue.drain()
         if failure.kind is FailureKind.DEVICE_FAULT:
             ask_health_again()
             suspects = select_gpus(group, failure.rank)
-            excluded = excluded_after(failure, suspects, free_bytes(suspects))
+            excluded = excluded_after(failure, suspects, read_free_bytes(suspects))
             for uuid, reason in excluded.items():
                 self.queue.exclude(uuid, reason)
         before = self._free_before
         self._free_before = {}
         if not before:
             return FreeBytes()
-        after = self._settle(group, before)
+        after = self._await_memory(group, before)
         failed_on = select_gpus(group, failure.rank or 0)
         uuid = failed_on[0].uuid if failed_on else ""
         return FreeBytes(before.get(uuid), after.get(uuid))
@@ -229,10 +242,10 @@ class Devices:
 
         Args:
             room: the memory and the GPUs to wait for.
-            for_ever: wait without a limit, at the same queue position.
+            for_ever: whether to wait without a time limit.
 
         Returns:
-            The GPUs that have it, or why the waiting ended.
+            The GPUs that have enough free memory, or the reason why the wait ended.
         """
         only = room.gpu_uuids or self._named
         request = self._request(room.free_bytes, only, room.exclude)
@@ -245,7 +258,7 @@ class Devices:
         return Waiting(request, alone, self._on_wait, self._sleep).run()
 
     def _wait(self, request: GpuRequest, counts: Iterable[int]) -> Group | NoGpu:
-        """Wait for the first of ``counts``. When the time is over, try the others once."""
+        """Wait for the first number of GPUs in ``counts``, then try each other number once."""
         deadline = time.monotonic() + request.timeout_seconds
         why = NoGpu("no GPU is wanted")
         for number, count in enumerate(counts):
@@ -255,14 +268,14 @@ class Devices:
             if not isinstance(result, NoGpu):
                 self.acquired_at = time.monotonic()
                 return result
-            if number == 0 or left:  # only a request that has waited gives the reason
+            if number == 0 or left:  # the reason comes from a request that has waited
                 why = result
         return why
 
     def _request(
         self, min_bytes: int, only: Sequence[str], exclude: Sequence[str] = ()
     ) -> GpuRequest:
-        """Return a request for all GPUs of ``only``, or for as many as the job needs."""
+        """Return a request for all GPUs in ``only``, or for ``num_gpus`` GPUs if it is empty."""
         config = self._config
         minutes = config.gpu_wait_timeout_minutes if config.wait_for_gpu else 0
         return GpuRequest(
@@ -275,12 +288,13 @@ class Devices:
         )
 
     def _read(self, processes: bool) -> Visible:
+        """Return the visible GPUs, limited to the GPUs that ``device`` lists."""
         visible = visible_gpus(read_inventory(processes=processes), self._environ)
         if self._only is None:
             return visible
         return replace(visible, gpus=tuple(gpu for gpu in visible.gpus if gpu.uuid in self._only))
 
-    def _learn(self, attempt: Attempt) -> None:
+    def _learn_need(self, attempt: Attempt) -> None:
         """Learn from an attempt how much memory the next attempt needs."""
         group = attempt.spec.gpus
         shown = attempt.memory
@@ -290,20 +304,21 @@ class Devices:
             name = group[0].name if group else ""
             learn_context_bytes(name, shown)
             needed = footprint(peak, name)
-            # the estimate may be more than there was, and no GPU would ever do
+            # The estimate may exceed the memory of every GPU, so it is limited by the memory that
+            # the attempt had.
             had = max((self._free_before.get(gpu.uuid, gpu.free_bytes) for gpu in group), default=0)
             needed = min(needed, max(had, peak))
             self._need_bytes = max(self._config.min_gpu_memory_bytes, needed)
 
-    def _settle(self, group: Group, before: Mapping[str, int]) -> Mapping[str, int]:
-        """Wait a few seconds for the memory of an attempt, which NVIDIA's driver may return late.
+    def _await_memory(self, group: Group, before: Mapping[str, int]) -> Mapping[str, int]:
+        """Wait a few seconds for the memory of an attempt, which NVIDIA's driver may free late.
 
         Returns:
             The free memory after the wait, by UUID.
         """
         deadline = time.monotonic() + _SETTLE_SECONDS
         while True:
-            now = _free_bytes(group)
+            now = _read_free_bytes(group)
             is_back = all(
                 now[uuid] >= before[uuid] - _SETTLE_BAND_BYTES
                 for uuid in now.keys() & before.keys()
@@ -324,9 +339,9 @@ class Devices:
             device = self._config.device
             raise ConfigError(f"device={device}: no such GPU here: {why}")
         has_gpus = visible.inventory.may_have_gpus and not visible.hidden_on_purpose
-        return self._cpu_or_nothing(why, has_gpus=has_gpus)
+        return self._fall_back_to_cpu(why, has_gpus=has_gpus)
 
-    def _cpu_or_nothing(self, reason: str, *, has_gpus: bool) -> Group:
+    def _fall_back_to_cpu(self, reason: str, *, has_gpus: bool) -> Group:
         if not self._config.allow_cpu_fallback:
             raise NoDeviceError(f"{reason}, and allow_cpu_fallback is false")
         number = self._config.num_gpus
@@ -340,25 +355,24 @@ class Devices:
         elif has_gpus:
             log.warning("%s: training on the CPU, which may take many times as long", reason)
         else:
-            log.info(
-                "%s: training on the CPU (details: robust-train doctor)",
-                "no GPU here" if reason == NO_DRIVER else reason,
-            )
+            if reason == NO_DRIVER:
+                reason = "no GPU here"
+            log.info("%s: training on the CPU (details: robust-train doctor)", reason)
         return ()
 
 
-def free_bytes(group: Group) -> dict[str, int]:
+def read_free_bytes(group: Group) -> dict[str, int]:
     """Return the free memory of the GPUs that answer, in bytes, by UUID.
 
-    It closes the session: a training takes days, and an open session blocks a reset of any GPU.
+    This closes the NVML session: training takes days, and an open session blocks a reset of GPUs.
     """
     try:
-        return _free_bytes(group)
+        return _read_free_bytes(group)
     finally:
         close_session()
 
 
-def _free_bytes(group: Group) -> dict[str, int]:
+def _read_free_bytes(group: Group) -> dict[str, int]:
     uuids = {gpu.uuid for gpu in group}
     gpus = read_inventory(processes=False).gpus if uuids else ()
     return {gpu.uuid: gpu.free_bytes for gpu in gpus if gpu.uuid in uuids}
@@ -368,7 +382,7 @@ def name_for_trainer(group: Group, environ: Mapping[str, str], *, own_process: b
     """Return the value of ``cfg.device`` for the trainer.
 
     Args:
-        group: the attempt's GPUs. Each rank sets its own in its process.
+        group: the attempt's GPUs. With several ranks, each rank's process replaces the value.
         environ: the launcher's environment.
         own_process: whether the trainer's process sees only these GPUs.
     """
@@ -381,7 +395,7 @@ def name_for_trainer(group: Group, environ: Mapping[str, str], *, own_process: b
 
 
 def _queue_directory(config: RobustConfig, environ: Mapping[str, str]) -> Path | None:
-    """Return the queue directory of the host, or None if this job does not queue."""
+    """Return the host's queue directory, or None if this job does not use the queue."""
     queue = config.gpu_queue
     if queue is False:
         return None
@@ -392,13 +406,17 @@ def _queue_directory(config: RobustConfig, environ: Mapping[str, str]) -> Path |
     return directory_for(None if queue is True else str(queue), environ)
 
 
-def _several(devices: str, visible: Visible) -> frozenset[str]:
+def _find_listed(devices: str, visible: Visible) -> frozenset[str]:
     """Return the UUIDs of the visible GPUs that ``devices`` lists."""
-    return frozenset(uuid for device in devices.split(",") for uuid in _named(device, visible))
+    return frozenset(uuid for device in devices.split(",") for uuid in _find_named(device, visible))
 
 
-def _named(device: str, visible: Visible) -> tuple[str, ...]:
-    """Return the UUID of the visible GPU that ``device`` names, if any."""
+def _find_named(device: str, visible: Visible) -> tuple[str, ...]:
+    """Return the UUID of the visible GPU that ``device`` names, or nothing for ``auto``.
+
+    Raises:
+        ConfigError: no GPU has that name, or several GPUs have it.
+    """
     if device == "auto":
         return ()
     if device.startswith("cuda"):

@@ -1,7 +1,8 @@
-"""This job among the host's jobs: first its queue position, then its reservation.
+"""Represents one job in the host's queue: first its queue position, then its reservation.
 
-The launcher uses it. If the queue directory cannot be used, a warning has the reason, and from then
-on GPUs are chosen by free memory alone.
+:class:`.devices.Devices` and :mod:`.waiting` use a :class:`HostQueue` in the launcher's process. If
+the queue directory cannot be used, the job logs a warning, and then chooses GPUs by their free
+memory alone.
 """
 
 from __future__ import annotations
@@ -21,29 +22,27 @@ from robust_train.gpu.select import can_be_one_of
 from robust_train.gpu.visible import Visible
 from robust_train.model.errors import ConfigError
 from robust_train.model.gpu import GpuInfo
-from robust_train.queue.plan import has_room, open_to, room_on_own_gpus, waits_for
+from robust_train.queue.plan import find_job_to_yield_to, find_open_gpus, has_room, room_on_own_gpus
 from robust_train.queue.queue_dir import EXCLUDED_SECONDS, LIMITS_FILE, NO_LIMIT, QueueError
 from robust_train.queue.registry import QueuedJob, Registry, Reservation
 
 log = logging.getLogger("robust_train")
 
-_LOOK_SECONDS = 60.0
-_SEEN_SECONDS = 1.0
+_LOOK_SECONDS = 60.0  # time between two checks for idle GPUs
+_SEEN_SECONDS = 1.0  # time after which a waiting job records again that it polls
 _NAMELESS = QueuedJob()
 
 
 @dataclass(frozen=True)
 class GpuRequest:
-    """A job's request."""
+    """The GPUs that a job requests."""
 
-    min_bytes: int  # free memory that it needs on each GPU
-    # The longest wait for that memory. 0: decide now.
-    timeout_seconds: float = 3600.0
+    min_bytes: int  # free memory that the job needs on each GPU
+    timeout_seconds: float = 3600.0  # the longest wait, 0 to decide now
     interval_seconds: float = 30.0  # time between two polls of the GPUs
-    # UUIDs of the GPUs that will do. Empty: any.
-    only: frozenset[str] = frozenset()
-    count: int = 1  # GPUs that it needs at once
-    exclude: frozenset[str] = frozenset()  # UUIDs of GPUs that will not do
+    only: frozenset[str] = frozenset()  # UUIDs of acceptable GPUs, empty for any GPU
+    count: int = 1  # number of GPUs that the job needs at once
+    exclude: frozenset[str] = frozenset()  # UUIDs of unacceptable GPUs
 
     def allows(self, gpu: GpuInfo) -> bool:
         """Return whether the job may use a GPU at all."""
@@ -52,13 +51,13 @@ class GpuRequest:
 
 
 class HostQueue:
-    """A job in the queue of its host, or alone.
+    """One job's access to the host's queue, or its substitute without a queue.
 
     Args:
-        directory: the queue directory. None: no reservations at all.
+        directory: the queue directory, None for a job without reservations.
         read: reads the GPUs, with their processes if its argument is true.
-        job: its name, run folder, jobs per GPU and urgency.
-        token: marks the job's processes and its record, six hexadecimal digits. Empty: a new
+        job: the job's name, run folder, jobs per GPU and urgency.
+        token: marks the job's processes and its record, six hexadecimal digits. Empty for a new
             token.
     """
 
@@ -71,7 +70,7 @@ class HostQueue:
     ) -> None:
         self.read_machine = read
         self._directory = directory
-        self._job = job  # its record when it last entered the queue
+        self._job = job  # the job's record when it last entered the queue
         self._token = token
         self._registry: Registry | None = None
         self._reservation: Reservation | None = None
@@ -90,7 +89,7 @@ class HostQueue:
 
     @property
     def is_shared(self) -> bool:
-        """Whether there are other jobs to queue with."""
+        """Whether the job shares the GPUs through a queue."""
         return self._registry is not None
 
     def join(self, request: GpuRequest) -> None:
@@ -111,7 +110,7 @@ class HostQueue:
                     user_name(self._registry.owner),
                 )
         if self.job_id:
-            return  # if root sets a limit later, the job waits
+            return  # a job that is queued already waits if root has lowered the limit
         limit = self.gpu_limit()
         if request.count > limit:
             raise ConfigError(
@@ -120,7 +119,7 @@ class HostQueue:
             )
 
     def withdraw(self) -> None:
-        """Give up the ticket of a job that has got no GPUs."""
+        """Leave the queue if the job has no GPUs."""
         if self._reservation is not None and not self._reservation.job.gpus:
             self._reservation.release()
             self._reservation = None
@@ -131,7 +130,7 @@ class HostQueue:
         return [job for job in jobs if job.id != self.job_id]
 
     def gpu_limit(self) -> int:
-        """Return the number of GPUs that a user may hold."""
+        """Return the maximum number of GPUs that a user may hold."""
         return NO_LIMIT if self._registry is None else self._registry.gpu_limit()
 
     def read(self, processes: bool = False) -> Visible:
@@ -140,15 +139,18 @@ class HostQueue:
         registry = self._registry
         if registry is None:
             return visible
-        marked = registry.marked(visible.machine)
+        marked = registry.mark_excluded(visible.machine)
         return replace(
             visible,
-            gpus=registry.marked(visible.gpus),
+            gpus=registry.mark_excluded(visible.gpus),
             inventory=replace(visible.inventory, gpus=marked),
         )
 
     def requeue(self, request: GpuRequest, only: tuple[str, ...]) -> QueuedJob:
-        """Record what the job waits for, under its old ticket if it has one, and return it."""
+        """Record the GPUs for which the job waits, and return the record.
+
+        The job keeps its ticket if it has one.
+        """
         now = time.monotonic()
         reservation = self._reservation
         job = self._job if reservation is None else reservation.job
@@ -159,19 +161,21 @@ class HostQueue:
             self._reservation = self._registry.enter(job, self._token)
             self._job = self._reservation.job
             return self._job
-        # Without a GPU to take, the job does not poll, so that jobs behind it can pass.
+        # A job that could not take any GPU does not count as polling, so later jobs overtake it.
         if only and now - job.polled_at >= _SEEN_SECONDS:
             job = replace(job, polled_at=now)
         reservation.update(job)
         return reservation.job
 
     def announce(self, uuids: Sequence[str], need_bytes: int) -> bool:
-        """Reserve GPUs if they have room: record that first, then see whether others did the same.
-        Without other jobs there is nothing to record.
+        """Reserve GPUs if they have room: write the record first, then read the other records.
 
-        Two jobs that announce the same room at once see each other, and both withdraw. Records are
-        read before the GPUs, so that memory that a job takes in between counts twice rather than
-        not at all.
+        If two jobs announce the same room at once, both see the other and withdraw. The records are
+        read before the GPUs, so memory that a job allocates in between counts twice rather than not
+        at all.
+
+        Returns:
+            Whether the job has the GPUs.
 
         Raises:
             QueueError: the record cannot be written.
@@ -194,11 +198,11 @@ class HostQueue:
         reservation.update(wanted if is_mine else before)
         return is_mine
 
-    def open_gpus(self) -> tuple[GpuInfo, ...]:
-        """Return the GPUs that the job could have now. Its own memory counts as free."""
+    def find_open_gpus(self) -> tuple[GpuInfo, ...]:
+        """Return the GPUs that the job could take now. Memory of the job itself counts as free."""
         if self._reservation is None:
             return self.read().gpus
-        now = time.monotonic()  # when the records are read: reading the GPUs may take long
+        now = time.monotonic()  # the time of the records, since reading the GPUs may take long
         try:
             others = self.others()
             limit = self.gpu_limit()
@@ -209,12 +213,13 @@ class HostQueue:
         me = replace(
             self._reservation.job, reserved_bytes=0, only=tuple(gpu.uuid for gpu in visible.gpus)
         )
-        return open_to(me, others, visible.machine, now, limit)
+        return find_open_gpus(me, others, visible.machine, now, limit)
 
-    def who_waits(self) -> QueuedJob | None:
-        """Return the job of a user with fewer GPUs that GPUs of this job are kept for, if any.
+    def find_job_to_yield_to(self) -> QueuedJob | None:
+        """Return the waiting job to which this job should release its GPUs, if any.
 
-        Like `tick`, this must not run in the attempt's own process.
+        It is a job of a user who holds fewer GPUs, for which GPUs of this job are kept. Like
+        `tick`, this must not run in the attempt's own process.
         """
         if self._reservation is None:
             return None
@@ -227,20 +232,20 @@ class HostQueue:
             if any(not other.gpus and other.owner != me.owner for other in others):
                 gpus = self.read().machine
                 close_session()
-                return waits_for(me, others, gpus, now, limit)
+                return find_job_to_yield_to(me, others, gpus, now, limit)
         return None
 
     def take(self, uuids: Sequence[str], need_bytes: int, offered_bytes: int | None = None) -> bool:
-        """Reserve the next attempt's GPUs instead of the last attempt's.
+        """Reserve the next attempt's GPUs in place of the last attempt's GPUs.
 
         Args:
-            uuids: the GPUs in the order of the ranks. Empty for the CPU: everything is released.
-            need_bytes: memory that the attempt needs on each.
-            offered_bytes: the free memory of each when the attempt was decided. On other GPUs than
-                the last attempt's, no more is reserved.
+            uuids: the GPUs in the order of the ranks. Empty for the CPU, which releases all GPUs.
+            need_bytes: memory that the attempt needs on each GPU.
+            offered_bytes: free memory of each GPU when the attempt was decided. If the attempt
+                moves to other GPUs, this limits the reservation.
 
         Returns:
-            False if another job has taken any of them.
+            False if another job has taken any of the GPUs.
         """
         if self._reservation is None:
             return True
@@ -253,8 +258,10 @@ class HostQueue:
             if set(uuids) != set(before.gpus):
                 least = need_bytes if offered_bytes is None else min(need_bytes, offered_bytes)
                 return self.announce(uuids, least)
-            here = [gpu.free_bytes for gpu in self.open_gpus() if gpu.uuid in uuids]
-            room = min(here) if len(here) == len(uuids) else before.reserved_bytes
+            open_bytes = [gpu.free_bytes for gpu in self.find_open_gpus() if gpu.uuid in uuids]
+            room = before.reserved_bytes
+            if len(open_bytes) == len(uuids):
+                room = min(open_bytes)
             if not self.announce(uuids, min(need_bytes, room)):
                 self._reservation.update(before.on(uuids))
         except QueueError as problem:
@@ -262,14 +269,14 @@ class HostQueue:
         return True
 
     def exclude(self, uuid: str, reason: str) -> None:
-        """Exclude a GPU that proved unhealthy for the host's jobs, and log whether it is."""
-        fate = "failed, and other jobs do not know of it"
+        """Exclude an unhealthy GPU for all jobs of the host, and log whether that succeeded."""
+        fate = "failed, and other jobs do not know about it"
         if self._registry and self._registry.exclude(uuid, self._job.run_dir, reason):
             fate = f"is excluded for {EXCLUDED_SECONDS / 60:g} min for all jobs of this host"
         log.warning("%s %s: %s (robust-train doctor)", uuid, fate, reason)
 
     def report(self, taken_bytes: int, rank: int = 0) -> None:
-        """Show the other jobs how much a rank of the attempt has allocated on its GPU."""
+        """Record how much memory a rank of the attempt has allocated on its GPU."""
         taken = list(self._reservation.job.taken_bytes if self._reservation else ())
         if 0 <= rank < len(taken):
             taken[rank] = taken_bytes
@@ -280,14 +287,14 @@ class HostQueue:
     ) -> int | None:
         """Adapt the reservation on the attempt's GPUs to the job's present need.
 
-        The record grows as far as the other jobs leave room. It never falls below what the
-        processes hold, since that memory is in use anyway. As in `announce`, it is written first,
-        then compared.
+        The reservation grows as far as the other jobs leave room. It never falls below the memory
+        that the processes hold, since that memory is in use anyway. As in `announce`, the record
+        is written before the other records are read.
 
         Args:
-            held: bytes that its processes hold on each of its GPUs, None if unknown.
-            need_bytes: bytes that it needs on each of them.
-            jobs_per_device: jobs that it accepts there from now on. None: as before.
+            held: bytes that the job's processes hold on each of its GPUs, None if unknown.
+            need_bytes: bytes that the job needs on each of its GPUs.
+            jobs_per_device: jobs that it accepts on its GPUs from now on, None for no change.
 
         Returns:
             The bytes that are now reserved on each GPU, or None without a reservation.
@@ -316,7 +323,7 @@ class HostQueue:
         return reservation.job.reserved_bytes
 
     def drain(self) -> None:
-        """Show the other jobs that the attempt has ended, so its memory will soon be free."""
+        """Record that the attempt has ended, so its memory will soon be free."""
         if self._reservation is not None:
             gpus = self._reservation.job.gpus
             self._show(draining=True, taken_bytes=(None,) * len(gpus), idle_seconds=())
@@ -324,7 +331,7 @@ class HostQueue:
     def tick(self) -> None:
         """Record once a minute for how long the job's GPUs have been idle.
 
-        This must not run in the attempt's own process, whose NVML session would end with ours.
+        This closes the NVML session, so it must not run in the attempt's own process.
         """
         now = time.monotonic()
         if self._reservation is None or now < self._next_look:
@@ -343,7 +350,7 @@ class HostQueue:
         self._show(idle_seconds=tuple(idle))
 
     def release(self) -> None:
-        """Release everything. Living processes of an attempt keep its GPUs."""
+        """Leave the queue. The GPUs stay reserved while processes of an attempt live."""
         if self._reservation is not None:
             self._reservation.release()
         if self._registry is not None:
@@ -351,15 +358,15 @@ class HostQueue:
         self._reservation = self._registry = None
 
     def _show(self, **changes: Any) -> None:
-        """Change the record for the other jobs, if that is possible."""
+        """Change the record that other jobs read, if that is possible."""
         if self._reservation is not None:
             job = self._reservation.job
             with contextlib.suppress(QueueError):
                 self._reservation.update(replace(job, **changes))
 
     def do_without(self, problem: QueueError) -> None:
-        """Continue without the other jobs, after a warning."""
-        # This is formatted here, so that keys are shown by the names that the user types.
+        """Continue without the queue, after a warning."""
+        # An f-string, so that the message names keys as the user's project does.
         log.warning(f"{problem}; this job continues without a reservation")
         self._directory = None
         self.release()

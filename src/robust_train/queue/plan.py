@@ -1,8 +1,10 @@
-"""Decide which job gets which GPUs now, and explain why the others wait. Pure.
+"""Decides which waiting job gets which GPUs now, and explains why the other jobs wait. Pure.
 
-Each launcher uses it to decide for its own job, and ``robust-train queue`` to explain. GPUs are
-kept for the first job that no free GPU suits, and others may overtake it on other GPUs.
-``docs/decisions/0006-a-reservation-is-a-lock.md`` gives the rules and their reasons.
+There is no scheduler process: each launcher computes the same :class:`Plan` from all records and
+takes the GPUs that the plan gives to its own job. ``robust-train queue`` uses it for explanations.
+Jobs are served in queue order. If no GPU suits the first job, GPUs are kept for it, and later jobs
+may overtake it only on other GPUs. ``docs/decisions/0006-a-reservation-is-a-lock.md`` gives the
+rules and their reasons.
 """
 
 from __future__ import annotations
@@ -25,21 +27,22 @@ from robust_train.queue.queue_dir import NO_LIMIT
 from robust_train.queue.registry import QueuedJob
 from robust_train.readable import MIB, mib, shortened
 
+# The longest reason, in characters.
 LONGEST = 120
-"""The longest reason, in characters."""
+# The number of GPUs that are kept for the first job doubles each time it has waited this long.
 _DOUBLES_EVERY_SECONDS = 300.0
 
 
 class Plan:
-    """The GPUs of each waiting job. Jobs are served in turn, and take GPUs from the jobs behind.
+    """The GPUs that each waiting job gets now.
 
     Attributes:
-        order: all waiting jobs, in the order of service.
-        groups: the GPUs that a job gets, by its id, best first, with the usable memory as
+        order: all waiting jobs, in the order in which they are served.
+        groups: the GPUs that a job gets, by the job's id, best first, with the usable memory as
             ``free_bytes``.
-        first: the id of the first job in the queue that gets nothing now, empty if all get GPUs.
-        kept: UUIDs of the GPUs kept for it, the GPU that suits it soonest in front.
-        capped: why jobs get nothing because of ``max_gpus_per_user``, by id.
+        first: the id of the first job in the queue that gets no GPU, empty if all jobs get GPUs.
+        kept: UUIDs of the GPUs that are kept for that job, the GPU that suits it soonest first.
+        capped: the messages for jobs that get no GPU because of ``max_gpus_per_user``, by id.
     """
 
     def __init__(
@@ -60,7 +63,7 @@ class Plan:
         self._first: QueuedJob | None = None
         self._now = now
         self._limit = gpu_limit
-        self._held = _held(jobs)
+        self._held = _group_by_holder(jobs)
         self._states = gpu_states(jobs, gpus)
         for job in self.order:
             if job.id == until:
@@ -73,7 +76,7 @@ class Plan:
         return "" if self._first is None else self._first.id
 
     def _serve(self, job: QueuedJob) -> None:
-        """Grant the job its GPUs, or keep some for it if it is the first that gets none."""
+        """Give the job its GPUs. If it is the first job that gets no GPU, keep GPUs for it."""
         held = self._held[job.owner]
         group = self._choose(job)
         if group:
@@ -91,7 +94,7 @@ class Plan:
             self.kept = self._keep(job)
 
     def suitable(self, job: QueuedJob) -> list[GpuState]:
-        """Return the GPUs that the job may have now, best first."""
+        """Return the GPUs that the job may take now, best first."""
         states = [
             state
             for state in self._states.values()
@@ -100,47 +103,49 @@ class Plan:
         if self._is_capped(job):  # the job may only share GPUs that its user holds
             held = self._held[job.owner]
             states = [state for state in states if state.gpu.uuid in held]
-        # a tight fit leaves room for large jobs
-        fullest = 1 if job.jobs_per_device > 1 else -1
-        return sorted(
-            states,
-            key=lambda state: (
-                self._first_could(state),
-                fullest * state.usable,
-                tie_breaker(state.gpu),
-            ),
-        )
+        # A job that shares its GPU goes where it fits most tightly, which leaves room for large
+        # jobs. A job that wants a GPU to itself prefers the GPU with the most memory.
+        sign = 1 if job.jobs_per_device > 1 else -1
+
+        def rank(state: GpuState) -> tuple[Any, ...]:
+            return self._suits_first(state), sign * state.usable, tie_breaker(state.gpu)
+
+        return sorted(states, key=rank)
 
     def _is_capped(self, job: QueuedJob) -> bool:
         """Return whether the user of the job would hold more GPUs than allowed."""
         return len(self._held[job.owner]) + job.count > self._limit
 
     def _choose(self, job: QueuedJob) -> Sequence[GpuState]:
-        """Return as many GPUs as the job needs, or none."""
+        """Return as many GPUs as the job needs, or no GPU if too few are suitable.
+
+        GPUs that the first waiting job cannot use are preferred.
+        """
         suitable = self.suitable(job)
-        apart = [state for state in suitable if not self._first_could(state)]
-        for states in (apart, suitable):
+        unsuitable_for_first = [state for state in suitable if not self._suits_first(state)]
+        for states in (unsuitable_for_first, suitable):
             group = choose_group([state.gpu for state in states], job.count)
             if group:
                 return [self._states[gpu.uuid] for gpu in group]
         return ()
 
-    def _first_could(self, state: GpuState) -> bool:
-        """Return whether the first waiting job could ever use the GPU, so others are preferred."""
+    def _suits_first(self, state: GpuState) -> bool:
+        """Return whether the first waiting job could ever use the GPU."""
         return self._first is not None and state.could_ever_suit(self._first)
 
     def _keep(self, job: QueuedJob) -> tuple[str, ...]:
-        """Return the GPUs to keep: as many as it needs, doubling every five minutes up to all.
+        """Return the GPUs to keep for the first job that gets no GPU.
 
-        Empty while too few are healthy. GPUs that this process cannot see count as healthy.
+        Their number is the number that the job needs, and doubles every five minutes. No GPU is
+        kept while too few GPUs are healthy. A GPU that this process cannot see counts as healthy.
         """
         possible = [state for state in self._states.values() if state.could_ever_suit(job)]
-        # GPUs that are usable, or will be once the processes on them end
-        healthy = sum(state.gpu.unusable is None or state.gpu.owned for state in possible)
-        unseen = len(set(job.only) - self._states.keys())
-        if healthy + unseen < job.count:
+        # A GPU with an owner becomes usable once the processes on it end.
+        healthy = [state for state in possible if state.gpu.unusable is None or state.gpu.owned]
+        unseen = set(job.only) - self._states.keys()
+        if len(healthy) + len(unseen) < job.count:
             return ()
-        # a job that waits again has trained since it was first queued
+        # A job that waits again has trained since it first entered the queue.
         waits_since = max(job.queued_at, job.since)
         doublings = max(self._now - waits_since, 0.0) / _DOUBLES_EVERY_SECONDS
         count = job.count << min(int(doublings), 20)
@@ -148,7 +153,7 @@ class Plan:
         return tuple(state.gpu.uuid for state in nearest[:count])
 
 
-def open_to(
+def find_open_gpus(
     me: QueuedJob,
     others: Iterable[QueuedJob],
     gpus: Sequence[GpuInfo],
@@ -157,39 +162,43 @@ def open_to(
 ) -> tuple[GpuInfo, ...]:
     """Return the GPUs that a job may take now, with the usable memory as ``free_bytes``.
 
-    The jobs before it are served first. A job of several GPUs may take any of them. Its own memory
-    counts as free.
+    The jobs before it in the queue are served first. The job's own memory counts as free. A job
+    that needs several GPUs may take any of the returned GPUs.
     """
     me = me.on((), polled_at=now)
-    before = Plan([*others, me], gpus, now, gpu_limit, until=me.id)
-    return tuple(state.as_gpu() for state in before.suitable(me))
+    plan = Plan([*others, me], gpus, now, gpu_limit, until=me.id)
+    return tuple(state.as_gpu() for state in plan.suitable(me))
 
 
-def waits_for(
+def find_job_to_yield_to(
     me: QueuedJob,
     others: Iterable[QueuedJob],
     gpus: Sequence[GpuInfo],
     now: float,
     gpu_limit: int = NO_LIMIT,
 ) -> QueuedJob | None:
-    """Return the first waiting job if a GPU of this job is kept for it, and its user holds fewer
-    GPUs than this job's user."""
+    """Return the first waiting job if this job should release its GPUs for it.
+
+    That is so if a GPU of this job is kept for the waiting job, whose user holds fewer GPUs.
+    """
     jobs = [*others, me]
-    decided = Plan(jobs, gpus, now, gpu_limit)
-    held = _held(jobs)
-    first = next((job for job in jobs if job.id == decided.first), None)
-    if first is None or not set(decided.kept) & set(me.gpus):
+    plan = Plan(jobs, gpus, now, gpu_limit)
+    if not set(plan.kept) & set(me.gpus):
         return None
-    return first if len(held[first.owner]) < len(held[me.owner]) else None
+    held = _group_by_holder(jobs)
+    for job in jobs:
+        if job.id == plan.first and len(held[job.owner]) < len(held[me.owner]):
+            return job
+    return None
 
 
 def has_room(
     me: QueuedJob, others: Iterable[QueuedJob], gpus: Sequence[GpuInfo], gpu_limit: int = NO_LIMIT
 ) -> bool:
-    """Return whether the GPUs that a job has announced have room for it beside all other jobs."""
+    """Return whether the GPUs that a job has announced have room for it next to all other jobs."""
     others = list(others)
     states = gpu_states(others, gpus)
-    held = _held(others)[me.owner]
+    held = _group_by_holder(others)[me.owner]
     wanted = set(me.gpus)
     if not wanted <= held and len(held | wanted) > gpu_limit:
         return False
@@ -199,8 +208,11 @@ def has_room(
 def room_on_own_gpus(
     me: QueuedJob, others: Iterable[QueuedJob], gpus: Sequence[GpuInfo]
 ) -> int | None:
-    """Return the bytes that a running job may reserve on each of its GPUs next to all other jobs,
-    including its own memory. None if any of its GPUs is not among ``gpus``."""
+    """Return the bytes that a running job may reserve on each of its GPUs.
+
+    This includes the memory that the job has taken already. None if any of its GPUs is missing in
+    ``gpus``.
+    """
     taken = dict(zip(me.gpus, me.taken_bytes, strict=True))
     its_gpus = [
         replace(gpu, free_bytes=gpu.free_bytes + (taken[gpu.uuid] or 0))
@@ -216,29 +228,32 @@ def room_on_own_gpus(
 def queue_order(jobs: Iterable[QueuedJob]) -> list[QueuedJob]:
     """Return the waiting jobs in the order in which they are served.
 
-    The user who holds fewer GPUs goes first, counting jobs that are already in the order. Then the
-    earlier job goes first. Among the jobs of a user, urgent jobs go first, and then earlier jobs:
-    they change places only with each other.
+    The user who holds fewer GPUs goes first, counting the jobs that are already in the order. Of
+    users with equally many GPUs, the user with the earlier job goes first. A user's urgent jobs
+    change places with that user's other jobs, and never with jobs of other users.
     """
     jobs = list(jobs)
-    held = {user: len(gpus) for user, gpus in _held(jobs).items()}
+    held = {user: len(gpus) for user, gpus in _group_by_holder(jobs).items()}
     queues: defaultdict[int, list[QueuedJob]] = defaultdict(list)
     for job in sorted(jobs, key=lambda job: job.order):
         if not job.gpus:
             queues[job.owner].append(job)
-    # Each user's jobs by urgency. They fill the places of that user's jobs in `queues`.
-    urgent = {user: sorted(queue, key=lambda job: -job.urgency) for user, queue in queues.items()}
+    # `queues` decides which user is next, and `by_urgency` which of that user's jobs.
+    by_urgency = {
+        user: sorted(queue, key=lambda job: -job.urgency) for user, queue in queues.items()
+    }
     ordered: list[QueuedJob] = []
     while any(queues.values()):
-        users = (user for user in queues if queues[user])
+        users = [user for user in queues if queues[user]]
         user = min(users, key=lambda user: (held[user], queues[user][0].order))
         del queues[user][0]
-        ordered.append(urgent[user].pop(0))
-        held[user] += ordered[-1].count
+        job = by_urgency[user].pop(0)
+        ordered.append(job)
+        held[user] += job.count
     return ordered
 
 
-def _held(jobs: Iterable[QueuedJob]) -> defaultdict[int, set[str]]:
+def _group_by_holder(jobs: Iterable[QueuedJob]) -> defaultdict[int, set[str]]:
     """Return the UUIDs of the GPUs that each user holds."""
     held: defaultdict[int, set[str]] = defaultdict(set)
     for job in jobs:
@@ -247,7 +262,15 @@ def _held(jobs: Iterable[QueuedJob]) -> defaultdict[int, set[str]]:
 
 
 class GpuState:
-    """One GPU, its jobs, and the room that is left on it."""
+    """One GPU, the jobs that hold it, and the room that is left on it.
+
+    Attributes:
+        gpu: the GPU.
+        jobs: the jobs that hold it.
+        count: number of jobs on it, including jobs that the plan has put there.
+        limit: maximum number of jobs that may share it.
+        usable: bytes that a new job can rely on, negative if too much is reserved.
+    """
 
     def __init__(self, gpu: GpuInfo, jobs: Sequence[QueuedJob]) -> None:
         self.gpu = gpu
@@ -257,32 +280,32 @@ class GpuState:
         self.limit = min([most, *(job.jobs_per_device for job in jobs)])
         if gpu.unusable is not None:
             self.limit = 0
-        # NVML's free memory, minus what is reserved and not allocated yet. The total limits it, so
-        # that all reservations together never exceed the GPU.
+        # NVML's free memory, minus the memory that is reserved but not allocated yet. The total
+        # limits the sum, so that all reservations together never exceed the GPU's memory.
         taken = sum(self.taken(job) for job in jobs)
         committed = sum(max(job.reserved_bytes, self.taken(job)) for job in jobs)
         self.usable = min(gpu.free_bytes + taken, gpu.total_bytes) - committed
 
     def taken(self, job: QueuedJob) -> int:
-        """Return how much memory a job has allocated here at least, 0 if unknown."""
+        """Return the memory that a job has allocated on the GPU at least, 0 if unknown."""
         return job.taken_bytes[job.gpus.index(self.gpu.uuid)] or 0
 
     def most(self, job: QueuedJob) -> int:
-        """Return how many jobs could share the GPU, including this job."""
+        """Return the maximum number of jobs on the GPU, if this job is one of them."""
         return min(self.limit, job.jobs_per_device)
 
     def suits(self, job: QueuedJob) -> bool:
-        """Return whether the job could start here now."""
+        """Return whether the job could start on the GPU now."""
         has_room = self.usable >= job.reserved_bytes and self.count < self.most(job)
         return has_room and self.gpu.uuid in job.only
 
     def could_ever_suit(self, job: QueuedJob) -> bool:
-        """Return whether the job could start here if all others ended."""
+        """Return whether the job could start on the GPU if all other jobs ended."""
         is_allowed = self.gpu.uuid in job.only
         return is_allowed and could_ever_fit(self.gpu, job.reserved_bytes)
 
     def take(self, job: QueuedJob) -> None:
-        """Let the job start here."""
+        """Count the job as started on the GPU."""
         self.usable -= job.reserved_bytes
         self.count += 1
         self.limit = self.most(job)
@@ -292,23 +315,27 @@ class GpuState:
         return self.gpu.compute_mode.startswith("exclusive") and not self.gpu.mps
 
     def as_gpu(self) -> GpuInfo:
-        """Return the GPU with the memory that a new job can count on as free."""
+        """Return the GPU, with the memory that a new job can rely on as its free memory."""
         return replace(self.gpu, free_bytes=max(self.usable, 0))
 
     def in_use(self) -> int:
-        """Estimate the memory that will be free when its jobs end. This never grants a GPU."""
-        most = self.gpu.used_bytes
+        """Estimate the memory that its jobs will free when they end.
+
+        The estimate is only used to compare GPUs, and never gives a GPU to a job.
+        """
         total = 0
         for job in self.jobs:
             taken = self.taken(job)
-            total += taken if taken else min(job.reserved_bytes, most)
+            if not taken:
+                taken = min(job.reserved_bytes, self.gpu.used_bytes)
+            total += taken
         return total
 
     def distance(self, job: QueuedJob) -> tuple[Any, ...]:
-        """Return a sort key that puts the GPU first that suits the job soonest.
+        """Return a sort key by which the GPU that will suit the job soonest comes first.
 
-        Programs outside of the queue end at an unknown time, so they count most. Then come jobs
-        that overtook this job there, the missing memory, and the start of the first job there.
+        Programs outside of the queue end at an unknown time, so they count most. Then follow jobs
+        that overtook this job on the GPU, the missing memory, and the start of the GPU's first job.
         """
         after = min(self.gpu.free_bytes + self.in_use(), self.gpu.total_bytes)
         most = self.most(job) or job.jobs_per_device
@@ -325,9 +352,10 @@ class GpuState:
         )
 
     def _overtaken_at(self, job: QueuedJob) -> float:
-        """Return when the newest later job that is in the way started here, or 0 if none is.
+        """Return when the newest job that overtook this job started on the GPU.
 
-        This keeps the set of kept GPUs stable, because a kept GPU does not get such a job.
+        Returns 0 if the GPU has room for this job next to the jobs that overtook it. A kept GPU
+        gets no such job, so this figure keeps the set of kept GPUs stable.
         """
         later = [later_job for later_job in self.jobs if later_job.ticket > job.ticket]
         room = self.gpu.total_bytes - sum(later_job.reserved_bytes for later_job in later)
@@ -346,11 +374,11 @@ def gpu_states(jobs: Iterable[QueuedJob], gpus: Sequence[GpuInfo]) -> dict[str, 
     return {gpu.uuid: GpuState(gpu, by_gpu[gpu.uuid]) for gpu in gpus}
 
 
-# --- reasons for people ----------------------------------------------------------------------
+# --- explanations for people -----------------------------------------------------------------
 
 
 def who_goes_first(job: QueuedJob, order: Sequence[QueuedJob]) -> str:
-    """Return why a later job goes first, or an empty text if none does."""
+    """Return why a later job goes first, or an empty string if no later job does."""
     for other in order[: order.index(job)]:
         if other.owner == job.owner and other.urgency > job.urgency:
             return f"job {other.shown_id} goes first: its queue_priority is higher"
@@ -369,7 +397,12 @@ def why_waiting(
 ) -> str:
     """Return why a job gets no GPU now: at most 120 characters, the nearest obstacle first.
 
-    ``holders`` names processes on the GPUs, as far as those were listed.
+    Args:
+        job: the waiting job.
+        others: all other jobs.
+        gpus: all GPUs of the host.
+        decided: the current plan.
+        holders: the users of processes on the GPUs by process id, as far as they are known.
     """
     if job.id in decided.capped:
         return shortened(decided.capped[job.id], LONGEST)
@@ -404,19 +437,25 @@ _NONE = 0, ""
 
 
 def _obstacle(state: GpuState, job: QueuedJob, kept_for: str | None) -> tuple[int, str]:
-    """Return how far away a GPU is, for sorting, and why, or ``_NONE`` if the job could have it."""
+    """Return the obstacle between a job and a GPU.
+
+    Returns:
+        A sort key, which is higher the longer the obstacle may last, and the obstacle. ``_NONE`` if
+        the job could take the GPU.
+    """
     if state.gpu.unusable is not None:
         return 4, state.gpu.unusable
     most = state.most(job)
     if state.count >= most:
-        jobs = "one job" if most == 1 else f"{most} jobs"
         if state.is_exclusive():
             return 1, "taken, and its compute mode allows one process"
-        of_them = " of the job there" if most < job.jobs_per_device else ""
-        return (1, f"taken, {jobs} per GPU (gpu_jobs_per_device={most}{of_them})")
+        jobs = "one job" if most == 1 else f"{most} jobs"
+        of_job_there = " of the job there" if most < job.jobs_per_device else ""
+        return 1, f"taken, {jobs} per GPU (gpu_jobs_per_device={most}{of_job_there})"
     if state.usable < job.reserved_bytes:
-        is_ours = state.gpu.free_bytes + state.in_use() >= job.reserved_bytes
-        return (2, "ours") if is_ours else (3, "others")
+        if state.gpu.free_bytes + state.in_use() >= job.reserved_bytes:
+            return 2, "ours"
+        return 3, "others"
     if kept_for is not None:
         return 0, f"kept for job {kept_for}, which is ahead in the queue"
     return _NONE
@@ -425,6 +464,7 @@ def _obstacle(state: GpuState, job: QueuedJob, kept_for: str | None) -> tuple[in
 def _sentence(
     text: str, states: Sequence[GpuState], job: QueuedJob, holders: Mapping[int, GpuUser]
 ) -> str:
+    """Return the sentence about the GPUs that have the same obstacle."""
     numbers = ", ".join(dict.fromkeys(str(state.gpu.index) for state in states))
     if text in ("ours", "others"):
         usable = max(max(state.usable for state in states), 0)
@@ -433,7 +473,7 @@ def _sentence(
         jobs = dict.fromkeys(other.shown_id for state in states for other in state.jobs)
         processes = [process for state in states for process in state.gpu.processes or ()]
         if jobs:
-            text += f" beside job {', '.join(jobs)}"
+            text += f" next to job {', '.join(jobs)}"
         elif processes:
             largest = max(processes, key=lambda process: process.used_bytes or 0)
             text += f", {describe_process(largest, holders)}"
@@ -442,7 +482,7 @@ def _sentence(
 
 
 def describe(jobs: Iterable[QueuedJob], gpus: Sequence[GpuInfo]) -> list[str]:
-    """Return a line for each GPU: how much is free, and who has how much."""
+    """Return a line for each GPU: its free memory, and the memory of each job on it."""
     lines = []
     for state in gpu_states(jobs, gpus).values():
         gpu = state.gpu
@@ -450,10 +490,10 @@ def describe(jobs: Iterable[QueuedJob], gpus: Sequence[GpuInfo]) -> list[str]:
         parts = [gpu.unusable or free]
         for job in state.jobs:
             who = f"{job.name}, {user_name(job.owner)}"
-            leaving = ", which is leaving" * job.draining
-            parts.append(
-                f"{mib(job.reserved_bytes)} reserved by job {job.shown_id} ({who}){leaving}"
-            )
+            part = f"{mib(job.reserved_bytes)} reserved by job {job.shown_id} ({who})"
+            if job.draining:
+                part += ", which is leaving"
+            parts.append(part)
         others = gpu.used_bytes - state.in_use()
         if others >= MIB:
             parts.append(f"{mib(others)} used by others")

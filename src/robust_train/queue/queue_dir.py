@@ -1,8 +1,9 @@
-"""The directory in which this host's jobs see each other, and the small files in it.
+"""Opens the queue directory, in which the jobs of this host see each other.
 
-Launchers and commands use it. It belongs to the administrator: with its sticky bit everyone may add
-files and remove only their own. A file of another user is only data: a regular file, read without
-following links, limited in size, parsed or ignored.
+Launchers and commands use it, and :mod:`.registry` keeps the records of jobs in it. The directory
+should belong to root. Everyone may add files, and its sticky bit prevents users from removing the
+files of other users. A file of another user is never trusted: only a regular file of limited size
+is read, without following links, and ignored if it cannot be parsed.
 """
 
 from __future__ import annotations
@@ -31,18 +32,17 @@ from robust_train.model.json import from_json
 
 log = logging.getLogger("robust_train")
 
+# The variable that names the directory if ``gpu_queue`` does not.
 VARIABLE = "ROBUST_TRAIN_QUEUE_DIR"
-"""The variable that names the directory if ``gpu_queue`` does not. It takes precedence over the
-default."""
 
 RUNTIME = Path("/run/lock")
 LIMITS_FILE = "queue.yaml"
 NO_LIMIT = 1 << 30
 EXCLUDED_SECONDS = 1800.0
 MOST_FILES_PER_USER = 1000
-MOST_BYTES = 32768  # the most that is read of a file that anyone may have put there
+MOST_BYTES = 32768  # largest file that is read, since anyone may have written it
 
-_TEMPORARY = Path("/tmp")  # not $TMPDIR: schedulers set another one for each job
+_TEMPORARY = Path("/tmp")  # not $TMPDIR, which schedulers set to another directory for each job
 _NAME = "robust-train"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SHARED_MODE = 0o1777
@@ -64,26 +64,29 @@ class QueueError(NotDoneError):
 
     def __init__(self, path: Path, trouble: str) -> None:
         super().__init__(
-            f"the queue directory {path} {trouble}; name another one with gpu_queue=/… or "
+            f"the queue directory {path} {trouble}; name another directory with gpu_queue=/… or "
             f"{VARIABLE}"
         )
 
 
 @dataclass(frozen=True)
 class Exclusion:
-    """A GPU whose hardware failed a job. For half an hour it is excluded for the host's jobs. Then
-    its own health decides, so no file can exclude a GPU for ever."""
+    """Excludes a GPU whose hardware failed a job, for all jobs of the host.
+
+    It lasts half an hour, so that no file can exclude a GPU forever. After that, jobs use the GPU
+    unless the driver reports that it is unhealthy.
+    """
 
     uuid: str
-    by: str  # the job's user
-    job: str  # its run folder
+    by: str  # the user of the job
+    job: str  # the run folder of the job
     time: float  # seconds since the epoch
     reason: str
 
     @property
     def seconds_left(self) -> float:
-        """For how long the GPU is excluded."""
-        # A clock that was set back neither ends the exclusion nor prolongs it.
+        """How long the GPU will still be excluded."""
+        # A clock that was set back neither ends the exclusion nor extends it.
         return max(EXCLUDED_SECONDS - abs(time.time() - self.time), 0.0)
 
     def sentence(self) -> str:
@@ -95,26 +98,27 @@ class Exclusion:
 
 
 class QueueDir:
-    """The part of the queue directory ``base`` that belongs to this boot of this host, opened.
+    """Opens the folder for this boot of this host in the queue directory ``base``.
 
     Raises:
-        QueueError: it must not or cannot be used.
+        QueueError: the folder cannot be used, or must not be trusted.
     """
 
     def __init__(self, base: Path) -> None:
         self.base = base
         self.path = base / boot_name()
-        owners = _checked_owner(base), _checked_owner(self.path)
-        self.owner = next(filter(None, owners), 0)
-        """A user other than root who may remove any file in it, else 0."""
-        with self.problems("used"):
+        base_owner = _check_owner(base)
+        path_owner = _check_owner(self.path)
+        # The user who may remove any file in it, 0 for root.
+        self.owner = base_owner or path_owner
+        with self.convert_errors("used"):
             self.file_system = kind = file_system_of(self.path)
         if _NOT_LOCAL.match(kind):
             raise QueueError(base, f"is on {kind}, where locks may hang or not work")
         if not os.access(self.path, os.W_OK | os.X_OK, effective_ids=True):
             raise QueueError(self.path, "is not writable")
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-        with self.problems("used"):
+        with self.convert_errors("used"):
             self.fd = os.open(self.path, flags)
 
     def close(self) -> None:
@@ -124,19 +128,22 @@ class QueueDir:
     def matches(
         self, pattern: re.Pattern[str], without: Collection[str] = ()
     ) -> list[re.Match[str]]:
-        """Return the sorted names that match.
+        """Return the files whose names match, sorted by name, except the names ``without``.
 
-        A user's files beyond a thousand are ignored, so they delay no other user.
+        Only the first thousand files of each user count, so that no user can delay the others.
 
         Raises:
             OSError: the directory cannot be listed.
         """
         try:
             names = os.listdir(self.fd)
-        except (FileNotFoundError, NotADirectoryError):  # removed
+        except (FileNotFoundError, NotADirectoryError):  # someone has removed the directory
             return []
-        named = sorted({*names}.difference(without))
-        matches = [match for match in map(pattern.fullmatch, named) if match]
+        matches = []
+        for name in sorted(set(names).difference(without)):
+            match = pattern.fullmatch(name)
+            if match is not None:
+                matches.append(match)
         if len(matches) <= MOST_FILES_PER_USER:
             return matches
         counts = Counter[int]()
@@ -150,8 +157,8 @@ class QueueDir:
         return kept
 
     @contextlib.contextmanager
-    def creating(self, name: str) -> Iterator[int]:
-        """Yield a descriptor of a new, private file.
+    def create_file(self, name: str) -> Iterator[int]:
+        """Create a file and yield its descriptor. Only this process can find it within the block.
 
         After the block, the file has its name, and everyone may read it. If the block or the
         renaming raises an exception, the file is removed.
@@ -172,7 +179,7 @@ class QueueDir:
             raise
 
     def remove(self, name: str) -> bool:
-        """Remove a file. Returns False if that is not possible, as for another user's file."""
+        """Remove a file. Returns False if this user may not remove it."""
         try:
             os.unlink(name, dir_fd=self.fd)
         except OSError:
@@ -180,32 +187,36 @@ class QueueDir:
         return True
 
     def gpu_limit(self) -> int:
-        """Return ``max_gpus_per_user`` of root's ``queue.yaml``, else ``NO_LIMIT``.
+        """Return ``max_gpus_per_user`` from root's ``queue.yaml``, or ``NO_LIMIT`` without it.
 
-        A mistake in the file is one line in the log and means no limit.
+        A file with a mistake sets no limit, after a warning.
         """
         path = self.base / LIMITS_FILE
+        if not os.path.lexists(path):
+            return NO_LIMIT
         try:
-            return self._read_limit() if os.path.lexists(path) else NO_LIMIT
+            return self._read_limit()
         except ValueError as mistake:
             _warn_once(f"{path} is ignored: {mistake}")
             return NO_LIMIT
 
     def exclusions(self) -> list[Exclusion]:
-        """Return the exclusions in force: for each GPU, the one that lasts longest."""
-        exclusions = [
-            exclusion
-            for exclusion in map(self._read_exclusion, self._exclusion_files())
-            if exclusion is not None and exclusion.seconds_left
-        ]
-        exclusions.sort(key=lambda exclusion: exclusion.seconds_left)
-        return list({exclusion.uuid: exclusion for exclusion in exclusions}.values())
+        """Return the exclusions in force. If a GPU has several, the longest of them counts."""
+        longest: dict[str, Exclusion] = {}
+        for file in self._exclusion_files():
+            exclusion = self._read_exclusion(file)
+            if exclusion is None or not exclusion.seconds_left:
+                continue
+            known = longest.get(exclusion.uuid)
+            if known is None or exclusion.seconds_left >= known.seconds_left:
+                longest[exclusion.uuid] = exclusion
+        return sorted(longest.values(), key=lambda exclusion: exclusion.seconds_left)
 
     def include(self, uuid: str) -> bool:
-        """Use a GPU again like any other. Root includes it for all users.
+        """Remove the caller's exclusion of a GPU, or all of its exclusions if the caller is root.
 
         Returns:
-            False if the caller has not excluded it.
+            False if there is no such exclusion.
         """
         removed = [
             self.remove(file[0])
@@ -214,16 +225,18 @@ class QueueDir:
         ]
         return any(removed)
 
-    def marked(self, gpus: Sequence[GpuInfo]) -> tuple[GpuInfo, ...]:
-        """Return the GPUs, with excluded GPUs as unusable."""
+    def mark_excluded(self, gpus: Sequence[GpuInfo]) -> tuple[GpuInfo, ...]:
+        """Return the GPUs, with excluded GPUs marked as unusable."""
         excluded = {exclusion.uuid: exclusion.sentence() for exclusion in self.exclusions()}
-        shown = []
+        marked = []
         for gpu in gpus:
             if gpu.uuid in excluded:
-                why = gpu.unusable if gpu.unusable else excluded[gpu.uuid]
+                why = gpu.unusable
+                if not why:
+                    why = excluded[gpu.uuid]
                 gpu = replace(gpu, unusable=why, owned=False)
-            shown.append(gpu)
-        return tuple(shown)
+            marked.append(gpu)
+        return tuple(marked)
 
     def exclude(self, uuid: str, job: str, reason: str) -> bool:
         """Record that a GPU's hardware failed a job.
@@ -238,15 +251,19 @@ class QueueDir:
             {"job": job[-_MOST_TEXT:], "time": time.time(), "reason": reason[: _MOST_TEXT // 2]}
         )
         with contextlib.suppress(OSError):
-            with self.creating(name) as fd:
+            with self.create_file(name) as fd:
                 write_whole(fd, content.encode())
             os.close(fd)
             return True
         return False
 
     @contextlib.contextmanager
-    def problems(self, done: str) -> Iterator[None]:
-        """Turn an OSError of this block, in which something is ``done``, into a QueueError."""
+    def convert_errors(self, done: str) -> Iterator[None]:
+        """Convert an OSError in the ``with`` block into a QueueError.
+
+        Args:
+            done: the participle of the message, for example ``read`` for "cannot be read".
+        """
         try:
             yield
         except OSError as error:
@@ -258,8 +275,10 @@ class QueueDir:
         return []
 
     def _read_exclusion(self, file: re.Match[str]) -> Exclusion | None:
-        """Return a file's exclusion, or None if it has none or its owner is not the user in its
-        name."""
+        """Return the exclusion in a file, or None if the file cannot be trusted.
+
+        The owner of the file must be the user in its name.
+        """
         with contextlib.suppress(OSError, ValueError, TypeError, OverflowError):
             data, status = read_small(file[0], MOST_BYTES, self.fd)
             if status.st_uid != int(file[2]):
@@ -279,8 +298,8 @@ class QueueDir:
         except OSError:
             raise ValueError(f"it is not a regular file of at most {MOST_BYTES} bytes") from None
         if status.st_uid != 0 or status.st_mode & 0o022:
-            who = user_name(status.st_uid)
-            raise ValueError(f"{who} or others may write it (chown root, chmod 644)")
+            user = user_name(status.st_uid)
+            raise ValueError(f"{user} or others may write it (chown root, chmod 644)")
         content = None
         with contextlib.suppress(yaml.YAMLError, ValueError):
             content = yaml.safe_load(data) or {}
@@ -296,30 +315,32 @@ def write_whole(fd: int, data: bytes) -> None:
     """Replace a file's content in place.
 
     Raises:
-        OSError: the disk took only a part.
+        OSError: the disk is full.
     """
     if os.pwrite(fd, data, 0) != len(data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     os.ftruncate(fd, len(data))
 
 
-# --- where it is, and whether it can be trusted ----------------------------------------------
+# --- the path of the directory, and whether it can be trusted ---------------------------------
 
 
 def directory_for(setting: str | None, environ: Mapping[str, str]) -> Path:
     """Return this host's queue directory: the path in ``gpu_queue``, the variable, or a default."""
-    chosen = setting if setting else environ.get(VARIABLE)
+    chosen = setting
+    if not chosen:
+        chosen = environ.get(VARIABLE)
     if chosen:
         return Path(os.path.expanduser(chosen)).absolute()
     runtime = RUNTIME / _NAME
-    # All users of the host must reach the same answer, whoever comes first.
+    # The answer must be the same for all users of the host, whichever user is first.
     if runtime.is_dir() or _everyone_may_create_in(RUNTIME):
         return runtime
     return _TEMPORARY / _NAME
 
 
 def is_made(path: Path) -> bool:
-    """Return whether a queue directory exists. True also if this user may not look."""
+    """Return whether a queue directory exists, or may exist where this user cannot look."""
     try:
         path.lstat()
     except OSError as error:
@@ -337,8 +358,8 @@ def tmpfiles_line(path: Path) -> str:
 
 
 def file_system_of(path: Path) -> str:
-    """Return the type of the file system that a directory is on, ``ext4``."""
-    # psutil before 6.0 asks every mount, so that a dead network disk would hang.
+    """Return the type of a directory's file system, such as ``ext4``."""
+    # psutil is not used: before 6.0 it reads every mount, and a dead network disk would hang.
     mounts = Path("/proc/self/mounts").read_text(errors="surrogateescape")
     lines = (line.split(" ") for line in mounts.split("\n"))
     types = {words[1]: words[2] for words in lines if len(words) > 2}
@@ -349,7 +370,7 @@ def file_system_of(path: Path) -> str:
 
 
 def boot_name() -> str:
-    """Return the name of this boot of this host, the same in every container of it."""
+    """Return a name for this boot of this host, which is the same in every container."""
     boot_id = ""
     with contextlib.suppress(OSError):
         boot_id = _BOOT_ID.read_text().strip().replace("-", "")
@@ -359,21 +380,21 @@ def boot_name() -> str:
 
 
 def why_not_done(error: OSError, done: str) -> str:
-    """Describe the problem of a directory in which something could not be ``done``."""
+    """Describe the problem of a directory that could not be ``done``, for example ``read``."""
     if error.errno == errno.ENOSPC:
         return f"is on a file system that is full ({error.strerror}): make room there"
     if error.errno == errno.EDQUOT:
-        return f"is beyond your quota ({error.strerror}): remove files of yours there"
+        return f"is beyond your quota ({error.strerror}): remove some of your files there"
     return f"cannot be {done} ({error.strerror})"
 
 
-def _checked_owner(path: Path) -> int:
+def _check_owner(path: Path) -> int:
     """Return the owner of a directory that can be trusted. Creates the directory if needed."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             path.mkdir(_SHARED_MODE)
-            path.chmod(_SHARED_MODE)  # whatever the umask
+            path.chmod(_SHARED_MODE)  # `mkdir` applies the umask
         status = path.lstat()
     except OSError as error:
         raise QueueError(path, why_not_done(error, "used")) from error

@@ -1,15 +1,15 @@
-"""The jobs of this host. Each has a record file in the queue directory, and lives while that is
-locked. Launchers and the commands that show the queue use it.
+"""Keeps a record of each job of this host in the queue directory. Launchers and commands use it.
 
-The lock belongs to the launcher and to every process that inherits the descriptor: its attempt and
-all children of the attempt. The kernel releases it with the last of them. The file that is left is
-removed by the next job of its owner. A process that has closed the descriptor is known by its job's
-mark (`host/linux.py`): while it lives, the job keeps its GPUs. A lock of another user on a record
-has no effect: the owner locks the file before it gets its name, and a probe asks for a write lock.
+A job lives as long as its record is locked. The launcher holds the lock, and so does each process
+that inherits the descriptor: the attempt and its children. The kernel releases the lock when the
+last of them ends, and the next job of the same user removes the file. A process that has closed the
+descriptor is recognised by its job's mark (``host/linux.py``), and keeps the GPUs as well. Another
+user cannot keep a record alive: its owner locks the file before it gets its name, and a probe
+requests a write lock.
 
-No lock covers several records. A job announces what it takes in its own record, then reads all
-others again (``HostQueue.announce``): if two jobs take the same GPU at once, at least one sees the
-other. So no process can keep the others from deciding.
+No lock covers several records. A job first writes the GPUs that it takes into its own record, and
+then reads all other records (``HostQueue.announce``). So if two jobs take the same GPU at once, at
+least one of them sees the other, and no job ever blocks another.
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ from robust_train.host.linux import is_locked, lock, marked_processes, processes
 from robust_train.model.json import from_json
 from robust_train.queue.queue_dir import MOST_BYTES, QueueDir, write_whole
 
+# GPUs that have been idle for this long are shown as idle.
 IDLE_SECONDS = 3600
+# Other jobs overtake a waiting job that has not polled for this long, because it is suspended or
+# its driver hangs.
 UNSEEN_SECONDS = 5.0
-"""A waiting job that has not polled for this long is passed: it is stopped, or its driver hangs."""
 
 _RECORD_FILE = re.compile(r"record\.(\d{1,15})\.([0-9a-f]{6})", re.ASCII)
 _UUID = re.compile(r"[A-Za-z0-9/_-]{1,100}", re.ASCII)
@@ -53,11 +55,11 @@ _CHECKSUM = 9  # eight digits and a space
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """A living job of this host, as its record shows it. Times are of the monotonic clock."""
+    """The record of a living job of this host. Times are of the monotonic clock."""
 
-    # The record's id, from the file's name, which no other user can make up.
+    # The record's id. It is part of the file's name, which no other user can forge.
     id: str = ""
-    # The order in the queue: lower goes first. A job keeps it for its whole life.
+    # The order in the queue: lower tickets go first. A job keeps its ticket for its whole life.
     ticket: int = 0
     owner: int = 0  # user id
     name: str = ""
@@ -70,25 +72,24 @@ class QueuedJob:
     jobs_per_device: int = 1
     # UUIDs of the GPUs that it may use. Empty while its driver does not answer.
     only: tuple[str, ...] = ()
-    # UUIDs of its GPUs in the order of its ranks. Empty while it waits, more than `count` for the
-    # moment in which it moves.
+    # UUIDs of its GPUs in the order of its ranks. Empty while it waits. While the job moves to
+    # other GPUs, the list contains the old and the new GPUs.
     gpus: tuple[str, ...] = ()
-    # Memory that its attempt has allocated on each of them, at least. None if unknown.
+    # Memory that its attempt has allocated at least on each of its GPUs, None if unknown.
     taken_bytes: tuple[int | None, ...] = ()
-    # Its attempt has ended, and the memory is not back yet.
-    draining: bool = False
+    draining: bool = False  # whether its attempt has ended, but its memory is not free yet
     queued_at: float = 0.0
-    since: float = 0.0  # when it began to wait, to run or to drain
+    since: float = 0.0  # when it started to wait, to run or to drain
     polled_at: float = 0.0  # when it last tried to get GPUs
-    # Seconds for which each of its GPUs has been idle, as last seen. Empty if never seen.
+    # Seconds for which each of its GPUs has been idle. Empty before the first check.
     idle_seconds: tuple[int, ...] = ()
     urgency: int = 1  # among the jobs of its user: 0 low, 1 normal, 2 high
-    pid_namespace: str = ""  # the namespace in which `pid` is the launcher
-    job: str = ""  # the job's id, as commands know it
+    pid_namespace: str = ""  # the process namespace of `pid`
+    job: str = ""  # the job's id in commands
 
     @property
     def shown_id(self) -> str:
-        """The job's id, or the id of its record if an older version wrote that."""
+        """The job's id, or the record's id if an older version wrote the record."""
         return self.job or self.id
 
     @property
@@ -104,11 +105,10 @@ class QueuedJob:
         return self.ticket, self.queued_at, self.id
 
     def on(self, gpus: Sequence[str], **changes: Any) -> QueuedJob:
-        """Return the job with these GPUs, on which it has taken nothing yet."""
-        candidate = replace(
-            self, gpus=tuple(gpus), taken_bytes=(None,) * len(gpus), idle_seconds=(), draining=False
-        )
-        return replace(candidate, **changes)
+        """Return the record with these GPUs, on which the job has allocated no memory yet."""
+        taken = (None,) * len(gpus)
+        job = replace(self, gpus=tuple(gpus), taken_bytes=taken, idle_seconds=(), draining=False)
+        return replace(job, **changes)
 
     @property
     def is_here(self) -> bool:
@@ -118,15 +118,15 @@ class QueuedJob:
     def lives_on(
         self, marked: Callable[[], Mapping[int, Sequence[int]]] = marked_processes
     ) -> bool:
-        """Return whether processes of the job are left on its GPUs."""
+        """Return whether the job has GPUs and processes of the job still live."""
         return bool(self.gpus and processes_of(self.id, self.owner, marked))
 
     def is_polling(self, now: float) -> bool:
-        """Return whether the job would take GPUs that it is given."""
+        """Return whether the job still polls, and so would take GPUs that the plan gives it."""
         return now - self.polled_at < UNSEEN_SECONDS
 
     def idle(self) -> dict[str, int]:
-        """Return the seconds for which its GPUs have been idle, if that is over an hour."""
+        """Return for how many seconds its GPUs have been idle, if that is at least an hour."""
         times = zip(self.gpus, self.idle_seconds, strict=False)
         return {uuid: seconds for uuid, seconds in times if seconds >= IDLE_SECONDS}
 
@@ -134,7 +134,7 @@ class QueuedJob:
 def encode(job: QueuedJob) -> bytes:
     """Return the content of the job's record: a checksum and a line of JSON, padded to pages.
 
-    A write replaces it in place. The checksum shows to readers whether it is half written.
+    A write replaces the content in place. Readers see by the checksum if it is only half written.
     """
     values = asdict(job)
     for key in ("id", "ticket", "owner"):
@@ -147,9 +147,9 @@ def encode(job: QueuedJob) -> bytes:
     return content.ljust(pages * _PAGE_BYTES - 1) + b"\n"
 
 
-@functools.lru_cache(maxsize=256)  # most records are the same at the next poll
+@functools.lru_cache(maxsize=256)  # most records have not changed since the last poll
 def decode(data: bytes, job_id: str, ticket: int, owner: int) -> QueuedJob | None:
-    """Return the job in a record's content, or None if the content is anything else."""
+    """Return the job in a record's content, or None if the content is damaged or impossible."""
     line = data[_CHECKSUM:].rstrip()
     try:
         checksum = int(data[: _CHECKSUM - 1], 16)
@@ -169,19 +169,19 @@ def decode(data: bytes, job_id: str, ticket: int, owner: int) -> QueuedJob | Non
         and all(_UUID.fullmatch(uuid) for uuid in job.only + job.gpus)
         and len(job.gpus) == len(set(job.gpus)) == len(job.taken_bytes)
     )
-    name = job.name[:_MOST_TEXT]
-    run_dir = job.run_dir[:_MOST_TEXT]
-    return replace(job, name=name, run_dir=run_dir) if is_possible else None
+    if not is_possible:
+        return None
+    return replace(job, name=job.name[:_MOST_TEXT], run_dir=job.run_dir[:_MOST_TEXT])
 
 
 class Registry(QueueDir):
-    """The queue directory with the jobs of this host, as one process sees them."""
+    """Reads the records of this host's jobs, and adds records to them."""
 
     def __init__(self, base: Path) -> None:
         super().__init__(base)
-        self._known: dict[str, QueuedJob] = {}  # jobs by the name of their record, as last read
+        self._known: dict[str, QueuedJob] = {}  # the jobs last read, by the names of their records
+        # Names of records whose jobs have ended. No later job has the same name.
         self._dead: set[str] = set()
-        """Names of records whose jobs have ended. Such a job never comes to life again."""
 
     def jobs(self) -> list[QueuedJob]:
         """Return the living jobs in the order of their tickets, and remove records of dead jobs.
@@ -189,24 +189,24 @@ class Registry(QueueDir):
         Raises:
             QueueError: the records cannot be read, so that all reservations are unknown.
         """
-        # The directory was removed, so newcomers see a new directory.
+        # If the directory was removed, other jobs use a new directory of the same name.
         if os.fstat(self.fd).st_nlink == 0:
             removed = self.fd
             super().__init__(self.base)
             os.close(removed)
         marked = functools.cache(marked_processes)
-        with self.problems("read"):
+        with self.convert_errors("read"):
             records = self.matches(_RECORD_FILE, self._dead)
             if self._dead:
                 self._dead.intersection_update(os.listdir(self.fd))
-            looked_at = {record[0]: self._look_at(record, marked) for record in records}
-            self._known = {name: job for name, job in looked_at.items() if job is not None}
+            checked = {record[0]: self._check_record(record, marked) for record in records}
+            self._known = {name: job for name, job in checked.items() if job is not None}
         return sorted(self._known.values(), key=lambda job: job.order)
 
-    def _look_at(
+    def _check_record(
         self, record: re.Match[str], marked: Callable[[], Mapping[int, Sequence[int]]]
     ) -> QueuedJob | None:
-        """Return a record's job if it lives. Else remove the record, if it is this user's."""
+        """Return a record's job if the job lives. Otherwise remove the record, if it is our own."""
         name = record[0]
         try:
             fd = open_regular(name, self.fd)
@@ -231,14 +231,13 @@ class Registry(QueueDir):
     def enter(self, job: QueuedJob, token: str = "") -> Reservation:
         """Queue a job behind all living jobs, with ``token`` as the last part of its id.
 
-        A job that comes back has its earlier ticket, and gets a later ticket.
-
         Raises:
             QueueError: the file cannot be created or written.
         """
-        # Its old record may be known as dead, and a name never comes to life again.
         last = max((job.ticket for job in self.jobs()), default=0)
-        # Several jobs may get the same ticket. The time at which they came orders them.
+        # A job that enters again gets a later ticket than before, and so a new record name: other
+        # processes ignore the old name, because they have seen that record dead. Several jobs may
+        # get the same ticket; `queued_at` then decides their order.
         ticket = min(1 + max(last, job.ticket), _LAST_TICKET)
         if not token:
             token = os.urandom(3).hex()
@@ -259,7 +258,7 @@ class Registry(QueueDir):
 
 
 def _read(fd: int, record: re.Match[str], owner: int) -> QueuedJob | None:
-    """Return the job in a record. Reads again if its owner is writing it."""
+    """Return the job in a record. Reads a second time if the owner was writing the record."""
     ticket = int(record[1])
     for _ in range(2):
         with contextlib.suppress(OSError):
@@ -271,9 +270,10 @@ def _read(fd: int, record: re.Match[str], owner: int) -> QueuedJob | None:
 
 
 class Reservation:
-    """This job's record: its queue position, and later its reservation on its GPUs.
+    """Holds this job's own record: first its queue position, later its reservation of GPUs.
 
-    Every process that has its descriptor ``fd`` open keeps it alive. -1 once released.
+    Each process with the descriptor ``fd`` open keeps the record alive. ``fd`` is -1 after the
+    release.
     """
 
     def __init__(self, registry: Registry, job: QueuedJob, name: str) -> None:
@@ -286,26 +286,26 @@ class Reservation:
         """Replace the record, under the same ticket.
 
         Raises:
-            QueueError: it cannot be written. The old record and its lock remain.
+            QueueError: the record cannot be written. The old record and its lock remain.
         """
         if self.fd < 0:
             return
-        # A job that goes back after a lost race keeps its own time.
+        # A job that returns to its earlier state after a lost race sets `since` itself.
         if job.state != self.job.state and job.since == self.job.since:
             job = replace(job, since=time.monotonic())
         if os.fstat(self.fd).st_nlink == 0:
-            # Someone has removed it. A running attempt has only the old descriptor, so the
-            # launcher alone keeps this reservation until the next attempt.
+            # Someone has removed the file. A running attempt inherited only the old descriptor, so
+            # until the next attempt only the launcher keeps the new reservation alive.
             old = self.fd
             self.fd = self._create(job)
             os.close(old)
         elif job != self.job:
-            with self.registry.problems("written"):
+            with self.registry.convert_errors("written"):
                 write_whole(self.fd, encode(job))
         self.job = job
 
     def release(self) -> None:
-        """Release the reservation. Processes of the job that are left on its GPUs still keep it."""
+        """Release the reservation, unless processes of the job are still left on its GPUs."""
         if self.fd < 0:
             return
         fd = self.fd
@@ -319,7 +319,7 @@ class Reservation:
 
     def _create(self, job: QueuedJob) -> int:
         registry = self.registry
-        with registry.problems("written"), registry.creating(self._name) as fd:
-            lock(fd)  # while it is private: another user's lock could come first
+        with registry.convert_errors("written"), registry.create_file(self._name) as fd:
+            lock(fd)  # before the file has its name, since another user could lock it first
             write_whole(fd, encode(job))
         return fd

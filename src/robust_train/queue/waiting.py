@@ -1,6 +1,9 @@
-"""Wait until GPUs have room, with the host's other jobs or alone: a loop over polls.
+"""Waits until GPUs have room for a job, in the host's queue or without it.
 
-Launchers use it before the first attempt, and between attempts.
+:class:`.devices.Devices` calls :func:`wait_for_gpus` in the launcher's process, before the first
+attempt and between attempts. The wait is a loop: each poll reads the records of the other jobs,
+plans which job gets which GPUs (:mod:`.plan`), and reserves the GPUs if the plan gives them to this
+job.
 """
 
 from __future__ import annotations
@@ -23,37 +26,39 @@ from robust_train.queue.queue_dir import QueueError
 from robust_train.queue.registry import QueuedJob
 from robust_train.readable import MIB, as_clock, counted, mib, ordinal, shortened
 
+# The NVML session is closed if the GPUs are not read for this long.
 _CLOSING_SECONDS = 2.0
 _STATUS_SECONDS = 1.0
-# The first waiting job polls most often, and jobs behind it less, all within UNSEEN_SECONDS.
+# The first waiting job polls most often, and each job behind it less often. Every job polls within
+# UNSEEN_SECONDS, so that no job counts as stopped.
 _SHORTEST_PAUSE_SECONDS = 0.2
 _POSITION_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 2.0
-# Reading the records takes a tenth of the time, as far as the longest pause allows that.
+# The pause is at least ten times as long as reading the records took.
 _LISTING_FACTOR = 10.0
+# How long each poll reads the GPUs after a record has changed.
 _SETTLE_SECONDS = 5.0
+# When to read the GPUs again if the driver did not answer.
 _UNANSWERED_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class NoGpu:
-    """The job does not get GPUs, and the reason."""
+    """Why a job does not get GPUs."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class WaitStatus(Event):
-    """Progress of the wait."""
+    """The progress of a wait."""
 
     is_journaled = False
 
-    seconds_left: float  # time until the waiting ends, may be infinite
-    checks: int = 0  # grows by one with each poll that is reported
-    # The reasons why no GPU will do now, the nearest obstacle first.
-    obstacles: str = ""
-    # The position in the queue of the host's jobs, from 1. 0 without a queue.
-    position: int = 0
+    seconds_left: float  # time until the wait ends, may be infinite
+    checks: int = 0  # number of reports so far
+    obstacles: str = ""  # why no GPU is available, the nearest obstacle first
+    position: int = 0  # position in the host's queue from 1, or 0 without a queue
 
     def sentence(self) -> str:
         """Return one line of at most 120 characters for people."""
@@ -68,12 +73,16 @@ class WaitStatus(Event):
 def wait_for_gpus(
     queue: HostQueue,
     request: GpuRequest,
-    # Called each second, and after each poll in vain.
     on_status: Callable[[WaitStatus], None] = lambda status: None,
-    # Waits a number of seconds. An exception, for example of Ctrl-C, ends the waiting.
     sleep: Callable[[float], None] = time.sleep,
 ) -> Group | NoGpu:
-    """Wait for GPUs and reserve them. A job that comes back keeps its ticket.
+    """Wait for GPUs and reserve them. A job that waits again keeps its ticket.
+
+    Args:
+        queue: the job's access to the host's queue.
+        request: the GPUs that the job requests.
+        on_status: called about once a second, and after each report.
+        sleep: waits for some seconds. An exception that it raises ends the wait.
 
     Raises:
         ConfigError: the job could never start under the administrator's limit.
@@ -89,11 +98,11 @@ def wait_for_gpus(
 
 
 class Waiting:
-    """The polls of a job, until it has its GPUs or gives up.
+    """Polls for a job until it has its GPUs or its time is over.
 
-    Each poll reads the records of other jobs. Reading the GPUs costs more, so it is done only if a
-    record has changed, for a few seconds after that, and once per check interval. Without a queue,
-    the first job that finds a GPU free has it.
+    Each poll reads the records of other jobs. Reading the GPUs costs more, so a poll reads them
+    only if a record has changed, for a few seconds after that, and once per check interval. Without
+    a queue, the job that first finds a GPU free takes it.
     """
 
     def __init__(
@@ -107,22 +116,24 @@ class Waiting:
         self._queue = queue
         self._on_status = on_status
         self._sleep = sleep
-        self._next_report = self._next_status = time.monotonic()
+        self._next_report = time.monotonic()
+        self._next_status = self._next_report
         self._deadline = self._next_report + request.timeout_seconds
         self._status = WaitStatus(request.timeout_seconds)
-        self._seen: list[QueuedJob] | None = None
-        self._me = QueuedJob()
+        self._seen: list[QueuedJob] | None = None  # the other jobs at the last poll
+        self._me = QueuedJob()  # the record of this job
         self._position = 0
         self._obstacles = ""
-        # Only programs outside of the queue are in the way. To name them costs a driver call.
+        # Whether only programs outside of the queue use the GPUs. To name them costs a driver call.
         self._strangers_only = False
-        self._next_read = self._settle_until = 0.0
+        self._next_read = 0.0  # when to read the GPUs again, 0 if they were not read yet
+        self._settle_until = 0.0
         self._pause_seconds = 0.0
 
     def run(self) -> Group | NoGpu:
-        """Return the best GPUs with enough free memory, as soon as there are enough of them.
+        """Wait for enough GPUs with enough free memory, and return the best of them.
 
-        Returns at once if waiting cannot help. GPUs that vanish later may return.
+        Returns at once if waiting cannot help. A GPU that disappears during the wait may return.
 
         Raises:
             QueueError: the queue directory can no longer be used.
@@ -136,7 +147,7 @@ class Waiting:
             if has_moved or now >= self._next_report:
                 self._report()
             left = max(self._deadline - now, 0.0)
-            # A job that has lost a race may find another GPU.
+            # `_next_read` is 0 after a lost race, because the job may still find another GPU.
             if not left and self._next_read:
                 return NoGpu(self._why_in_vain())
             if now >= self._next_status:
@@ -150,19 +161,20 @@ class Waiting:
         return group
 
     def poll(self) -> Group:
-        """Try once, and return the GPUs that the plan gives to the job, if any.
+        """Try once to get GPUs. Returns the GPUs that the plan gives to the job, if any.
 
-        Their ``free_bytes`` are the bytes that the job can count on. Otherwise the obstacles are
-        noted for the next status.
+        Their ``free_bytes`` is the memory that the job can rely on. If the job gets no GPU, the
+        obstacles are kept for the next status.
         """
         started = time.monotonic()
         others = self._queue.others()
         cost_seconds = time.monotonic() - started
         seen = [replace(job, polled_at=float(job.is_polling(started))) for job in others]
         if seen != self._seen:
-            # The memory of a job that has ended comes back a little later.
-            settling = 0.0 if self._seen is None else _SETTLE_SECONDS
-            self._settle_until = started + settling
+            # The driver frees the memory of a job some time after the job has ended.
+            self._settle_until = started
+            if self._seen is not None:
+                self._settle_until += _SETTLE_SECONDS
             self._seen = seen
             self._next_read = started
         group: Group = ()
@@ -181,7 +193,12 @@ class Waiting:
         return group
 
     def _decide(self, others: Sequence[QueuedJob], now: float) -> Group:
-        """Decide with the jobs as they were ``now``, because reading the GPUs may take seconds."""
+        """Plan with the records of other jobs, and reserve the GPUs that the plan gives to the job.
+
+        Args:
+            others: the records of the other jobs.
+            now: when the records were read, since reading the GPUs may take seconds.
+        """
         visible = self._queue.read()
         usable = (gpu.uuid for gpu in visible.gpus if self._request.allows(gpu))
         only = tuple(usable) if visible.inventory.answered else ()
@@ -203,24 +220,27 @@ class Waiting:
                 return group
             # Another job has announced the same GPUs, so try again at the next poll.
             self._next_read = 0.0
-        in_the_way = any(set(job.gpus) & set(me.only) for job in others)
-        self._strangers_only = decided.order[0] == me and not in_the_way
+        jobs_use_gpus = any(set(job.gpus) & set(me.only) for job in others)
+        self._strangers_only = decided.order[0] == me and not jobs_use_gpus
         self._obstacles = why_waiting(me, others, gpus, decided, {})
         return ()
 
     def _report(self) -> None:
+        """Update the obstacles and the position in the status."""
         self._next_report = time.monotonic() + self._request.interval_seconds
         self._next_status = 0.0
-        strangers = self._strangers() if self._strangers_only else ""
+        obstacles = self._obstacles
+        if self._strangers_only:
+            obstacles = self._name_strangers() or obstacles
         self._status = replace(
             self._status,
             checks=self._status.checks + 1,
-            obstacles=strangers or self._obstacles,
+            obstacles=obstacles,
             position=self._position,
         )
 
-    def _strangers(self) -> str:
-        """Name the programs outside of the queue that are in the way."""
+    def _name_strangers(self) -> str:
+        """Return the obstacles, with the names of programs outside of the queue."""
         visible = self._queue.read(True)
         gpus = [gpu for gpu in visible.gpus if self._request.allows(gpu)]
         if not gpus:
@@ -230,6 +250,7 @@ class Waiting:
         return why_waiting(self._me, (), gpus, decided, find_holders(gpus))
 
     def _why_in_vain(self) -> str:
+        """Return the reason why the wait ended without GPUs."""
         count = self._request.count
         seconds = self._request.timeout_seconds
         gpus = "GPU was" if count == 1 else f"{count} GPUs were"
@@ -238,7 +259,7 @@ class Waiting:
 
 
 def why_pointless(request: GpuRequest, visible: Visible) -> str:
-    """Return why no amount of waiting would help, or an empty text if it could."""
+    """Return why waiting could never help, or an empty string if it could."""
     if not visible.inventory.answered:
         return ""
     if not visible.gpus:
@@ -258,20 +279,21 @@ def why_pointless(request: GpuRequest, visible: Visible) -> str:
     if possible >= count:
         return ""
     if possible:
-        is_sliced = any(gpu.parent_uuid is not None for gpu in visible.gpus)
-        slices = " (MIG slices do not count for num_gpus)" if is_sliced else ""
+        slices = ""
+        if any(gpu.parent_uuid is not None for gpu in visible.gpus):
+            slices = " (MIG slices do not count for num_gpus)"
         gpus_here = counted(possible, "GPU")
         return (
             f"num_gpus={count}: only {gpus_here} here could ever give "
             f"{need}{slices}; ask for at most num_gpus={possible}, or less min_gpu_memory_mb"
         )
-    fitting = [gpu for gpu in gpus if could_ever_fit(gpu, 1)]
-    if not fitting:
-        barred = "; ".join(f"{label(gpu)}: {gpu.unusable}" for gpu in gpus)
-        return f"no GPU here can be used: {barred}"
-    largest = max(fitting, key=lambda gpu: gpu.total_bytes)
-    who = "this GPU could never" if request.only else "no GPU here could ever"
+    usable = [gpu for gpu in gpus if could_ever_fit(gpu, 1)]
+    if not usable:
+        reasons = "; ".join(f"{label(gpu)}: {gpu.unusable}" for gpu in gpus)
+        return f"no GPU here can be used: {reasons}"
+    largest = max(usable, key=lambda gpu: gpu.total_bytes)
+    subject = "this GPU could never" if request.only else "no GPU here could ever"
     return (
-        f"{who} give {need}: the largest is {label(largest)}; ask for at most "
+        f"{subject} give {need}: the largest is {label(largest)}; ask for at most "
         f"min_gpu_memory_mb={largest.total_bytes // MIB}"
     )

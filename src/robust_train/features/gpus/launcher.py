@@ -12,5 +12,5 @@ class Gpus(InLauncher):
 
     def evidence(self, attempt: Attempt, history: History) -> Attempt:
         """Add the free memory of the GPU on which the attempt failed."""
-        free = self.job.driver.devices.ended(attempt)
+        free = self.job.driver.devices.record_end(attempt)
         return attempt.having(GpusNote(free.before, free.after))

@@ -37,7 +37,7 @@ class TimeSlices(InLauncher):
         if not self._is_over():
             return None
         self._polled_at = time.monotonic()
-        waiting = self.job.driver.devices.who_waits()
+        waiting = self.job.driver.devices.find_job_to_yield_to()
         if waiting is None:
             return None
         self._paused = attempt.number
@@ -63,5 +63,5 @@ class TimeSlices(InLauncher):
             last.spec,
             "queue_again",
             "its time slice is over and another user waits (gpu_slice_minutes)",
-            room=self.job.driver.devices.leave(len(last.spec.gpus)),
+            room=self.job.driver.devices.release_for_others(len(last.spec.gpus)),
         )
