@@ -35,7 +35,7 @@ from robust_train.vision.sharding import write_shards
 from world import ROOT
 
 DOCUMENTED = {"_exit", "_current_frames", "_fields", "_make"}  # of os, sys and named tuples
-OVERRIDES = {"loading.py"}  # a class of OmegaConf's with methods of ours
+OVERRIDES = {"supports.py"}  # it overrides methods of a class of OmegaConf
 
 
 def names_in(path):

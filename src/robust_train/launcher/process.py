@@ -21,7 +21,12 @@ from dataclasses import replace
 
 from omegaconf import DictConfig
 
-from robust_train.children.interpreters import Interpreter, Interpreters, preparation, take_early
+from robust_train.children.interpreters import (
+    Interpreter,
+    Interpreters,
+    request_imports,
+    take_early,
+)
 from robust_train.config.attempt import AttemptRequest, Begin, Preparation, early_imports
 from robust_train.config.trainers import TrainerRef
 from robust_train.failures.exits import last_shortage_in, signal_of
@@ -134,7 +139,7 @@ class ProcessExecutor:
                 self._standby_bytes = event.resident_bytes * self._ranks
                 if self._has_standby:
                     self._has_seen_gpus |= bool(request.spec.gpus)
-                    self._prepare_next(preparation(self._modules, is_standby=True))
+                    self._prepare_next(request_imports(self._modules, is_standby=True))
                 return
             if isinstance(event, Failed) and event.failure.kind not in (
                 FailureKind.BUG,
@@ -184,7 +189,7 @@ class ProcessExecutor:
             for interpreter in ready:
                 # An interpreter that is importing stops there; the trainer imports the rest.
                 interpreter.prepare(
-                    preparation(()) if interpreter.is_asked else self._preparation()
+                    request_imports(()) if interpreter.is_asked else self._preparation()
                 )
             interpreters.await_prepared(ready, tick)
             unfit = [interpreter for interpreter in ready if interpreter.is_unfit]
@@ -265,7 +270,7 @@ class ProcessExecutor:
 
     def _preparation(self) -> Preparation:
         """Return the imports of an interpreter that waits."""
-        wanted = preparation(self._modules)
+        wanted = request_imports(self._modules)
         if self._trainer.is_ours:
             wanted = replace(wanted, trainer=self._trainer, cfg=self._cfg)
         return wanted
