@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from robust_train.compat import steps_in_backward, version_of
+from robust_train.compat import has_step_in_backward, version_of
 from robust_train.step.reachable import modules_of
 
 
@@ -171,7 +171,7 @@ class GradientsBefore:
     def weights_have_changed(self) -> bool:
         """Whether a backward pass of the call may have updated what was there before it."""
         parameters = (gradient.parameter() for gradient in self._before.values())
-        return any(map(steps_in_backward, parameters))
+        return any(map(has_step_in_backward, parameters))
 
     @property
     def weights_were_written(self) -> bool:

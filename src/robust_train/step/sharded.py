@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from robust_train.compat import (
     collectives_begun,
     has_own_collectives,
-    noted_collectives,
     reset_sharding,
     sharding_has_begun,
+    wrap_collectives,
 )
 from robust_train.model.errors import UserError
 
@@ -151,7 +151,7 @@ class Ledger:
             module.reshard()
         _refuse(model, modules)
         for module in modules:
-            gather, scatter = noted_collectives(self._noted)
+            gather, scatter = wrap_collectives(self._noted)
             module.set_custom_all_gather(gather)
             module.set_custom_reduce_scatter(scatter)
         self._records.clear()

@@ -33,7 +33,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from robust_train.children import detach
 from robust_train.children.notifier import Notifier, notify_settings
-from robust_train.compat import returned_or_raised
+from robust_train.compat import unwrap_job_return
 from robust_train.config.checks import hide_urls, unchecked
 from robust_train.config.projects import Words, their_keys
 from robust_train.config.schema import RobustConfig
@@ -450,7 +450,7 @@ class SweepCallback(Callback):
         note_ended_earlier(None)
         if session.job is None:
             return
-        end = returned_or_raised(job_return)
+        end = unwrap_job_return(job_return)
         if job_return.status is JobStatus.COMPLETED:
             session.job_ended(Status.COMPLETED, 0, result=plain(end))
         else:
