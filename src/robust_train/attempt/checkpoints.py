@@ -131,7 +131,7 @@ class CheckpointFolder:
         publish: Callable[[], Path],
         at_once: bool = False,
     ) -> None:
-        """Save a checkpoint of many files, which a framework writes. All ranks have to call it.
+        """Save a checkpoint of many files, which a framework writes. All ranks must call it.
 
         On rank 0, all that the framework passes to ``torch.save`` and safetensors is copied, and
         written while training continues. The other ranks write at once, so that rank 0 knows when

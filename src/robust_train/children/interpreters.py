@@ -340,7 +340,7 @@ _started_early: list[Interpreters] = []
 
 
 def start_early(modules: Sequence[str] = ()) -> None:
-    """Start an interpreter for this process's next job, before it is known what it will run."""
+    """Start an interpreter for this process's next job, before its trainer is known."""
     with contextlib.suppress(OSError):  # The job will report the error.
         interpreters = Interpreters()
         interpreters.start().prepare(request_imports(modules))

@@ -65,7 +65,7 @@ def notify_settings(config: NotifyConfig, environ: Mapping[str, str]) -> NotifyC
 
 
 def describe_event(event: str, state: RunState, result: Json, now: float) -> str:
-    """Return one line of text about an event, which a job's new state is."""
+    """Return one line of text about an event. ``state`` is the job's new state."""
     job = f"{state.name} on {state.host}"
     spent = duration(state.seconds(now))
     reason = shortened(state.reason or "", 300)
