@@ -46,7 +46,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 from robust_train import compat  # noqa: E402
 from robust_train.attempt.host_copies import HostCopies  # noqa: E402
 from robust_train.attempt.reports import Reports  # noqa: E402
-from robust_train.children.interpreters import Interpreters, preparation  # noqa: E402
+from robust_train.children.interpreters import Interpreters, request_imports  # noqa: E402
 from robust_train.failures import classify_failure  # noqa: E402
 from robust_train.features.memory_samples.sampler import Sampler  # noqa: E402
 from robust_train.folder.checkpoints import write_atomically  # noqa: E402
@@ -825,7 +825,7 @@ def probe_standby() -> Checks:
     try:
         asks, takes = (many.start() for _ in STANDBYS)
         for one, name in zip((asks, takes), STANDBYS, strict=True):
-            one.prepare(preparation([name], is_standby=True))
+            one.prepare(request_imports([name], is_standby=True))
         many.await_prepared([asks, takes])
         yield equal("one that has asked torch for a GPU can be used", True, asks.is_usable)
         yield equal("one that has started CUDA is known", "takes_a_gpu", takes.culprit)

@@ -173,7 +173,7 @@ def _refuse_to_detach(config: RobustConfig) -> None:
     Raises:
         ConfigError: the config has ``detach=true``.
     """
-    if detach.is_due(config) and sweep_folder() is None:
+    if detach.must_detach(config) and sweep_folder() is None:
         raise ConfigError(
             "detach=true: only a command continues in the background, not a call of launch(); "
             "start the program with nohup, or use robust-train run --detach -- PROGRAM"

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 import warm
-from robust_train.children.interpreters import Interpreters, preparation
+from robust_train.children.interpreters import Interpreters, request_imports
 from robust_train.host.linux import readable
 from robust_train.host.wire import EventSender, read_events
 from robust_train.launcher.process import has_room_for_standby
@@ -31,7 +31,7 @@ def interpreters():
 
 def prepared(interpreters, *modules):
     one = interpreters.start()
-    one.prepare(preparation(modules))
+    one.prepare(request_imports(modules))
     interpreters.await_prepared([one])
     return one
 
@@ -84,7 +84,7 @@ def test_an_interpreters_end_and_peak_memory_are_known(interpreters):
 def test_a_useless_interpreter_ends_in_silence(interpreters):
     """No one has read its answer."""
     one = interpreters.start()
-    one.prepare(preparation(()))
+    one.prepare(request_imports(()))
     assert readable([one.channel.fileno()], 60.0)
     one.channel.close()
     wait_until(lambda: interpreters.poll() or not one.is_running, "its end is reported")
@@ -113,7 +113,7 @@ def libraries(monkeypatch, cuda_machine_with):
 def test_a_standby_that_has_started_cuda_ends(libraries, interpreters):
     """Its context takes memory of a GPU that nobody has reserved for it."""
     one = interpreters.start()
-    one.prepare(preparation(["json", "starts_cuda", "csv"], is_standby=True))
+    one.prepare(request_imports(["json", "starts_cuda", "csv"], is_standby=True))
     wait_until(lambda: [interpreters.poll(), one.is_running] == [False, False], "it ends by itself")
     assert list(one.read()) == []
     assert (one.returncode, one.is_unfit, one.culprit) == (0, True, "starts_cuda")
@@ -146,7 +146,7 @@ def test_a_standby_may_ask_torch_for_gpus(interpreters, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "asks_torch.py").write_text(ASKS_TORCH)
     one = interpreters.start()
-    one.prepare(preparation(["asks_torch"], is_standby=True))
+    one.prepare(request_imports(["asks_torch"], is_standby=True))
     interpreters.await_prepared([one])
     assert one.is_usable
     assert answer.read_text() == "True"

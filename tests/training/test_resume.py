@@ -79,7 +79,7 @@ def test_a_finished_run_is_only_tested_again(job, whole):
 
 @pytest.mark.parametrize(
     ("stopped_at", "goes_on_at", "said"),
-    [(30, 23, "trying the one before it"), (5, 0, "starts from the beginning")],
+    [(30, 23, "trying the checkpoint before it"), (5, 0, "starts from the beginning")],
 )
 def test_a_damaged_checkpoint_gives_way_to_its_predecessor(
     tmp_path, job, whole, caplog, stopped_at, goes_on_at, said

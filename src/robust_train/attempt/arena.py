@@ -40,7 +40,7 @@ def plan_pieces(
         sizes: the sizes of the pieces in bytes.
         blocks: the sizes of the existing blocks.
         first: the start of the free part of the blocks.
-        pinned: new blocks are powers of two. Otherwise one new block takes all that is left.
+        pinned: new blocks are powers of two. Otherwise one new block takes all remaining pieces.
 
     Returns:
         The place of each piece, the sizes of the old and new blocks, and the place after the last

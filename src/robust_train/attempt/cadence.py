@@ -58,7 +58,7 @@ def seconds_between_saves(cost: float, failures: int, seconds: float) -> float:
 
 
 class SaveClock:
-    """Measures what saving costs and when the next checkpoint is due."""
+    """Measures the cost of a save, and knows when the next checkpoint is due."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """An attempt's records of its checkpoints: their manifests, and which checkpoints may be removed.
 
 :class:`.saves.Saves` and :class:`.checkpoints.CheckpointFolder` use it in the process that trains.
-A manifest is a small file beside a checkpoint, from which a later attempt learns what it may resume
-from. See :mod:`robust_train.folder.checkpoints`.
+A manifest is a small file next to a checkpoint. By the manifests, a later attempt chooses the
+checkpoint to resume from. See :mod:`robust_train.folder.checkpoints`.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ class CheckpointRecords:
             self._write_manifests()
 
     def _loss_of(self, manifest: Manifest) -> str:
-        """Return what is known by now about the loss at a checkpoint."""
+        """Return the current value of ``loss`` for the manifest of a checkpoint."""
         has_finite_loss = manifest.loss == "finite" and manifest.step is not None
         if has_finite_loss and self._proves(manifest.step or 0):
             return "proven"

@@ -27,7 +27,7 @@ from robust_train.attempt.checkpoint_errors import is_disk_error, run_on_all_ran
 from robust_train.attempt.checkpoint_records import CheckpointRecords
 from robust_train.attempt.host_copies import HostCopies
 from robust_train.attempt.read_checkpoint import VALUES
-from robust_train.compat import saving_files
+from robust_train.compat import redirect_savers
 from robust_train.folder.best import Best, keep_if_best
 from robust_train.folder.checkpoints import (
     SUFFIX,
@@ -131,7 +131,7 @@ class CheckpointFolder:
         publish: Callable[[], Path],
         at_once: bool = False,
     ) -> None:
-        """Save a checkpoint of many files, which a framework writes. All ranks have to call it.
+        """Save a checkpoint of many files, which a framework writes. All ranks must call it.
 
         On rank 0, all that the framework passes to ``torch.save`` and safetensors is copied, and
         written while training continues. The other ranks write at once, so that rank 0 knows when
@@ -169,7 +169,7 @@ class CheckpointFolder:
                 sync_all(published)
             return self._check(published)
 
-        copying = saving_files(postpone) if self._is_main and not at_once else nullcontext()
+        copying = redirect_savers(postpone) if self._is_main and not at_once else nullcontext()
         with self._removing_on_failure(path), copying:
             run_on_all_ranks(write, of_all_ranks)
         if self._is_main:

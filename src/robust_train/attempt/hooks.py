@@ -43,7 +43,7 @@ class InAttempt:
         """Do work that is due while no step is measured: after a ``save`` or an ``epoch``."""
 
     def ran_out(self, error: BaseException, failure: Failure) -> None:
-        """Record what filled the memory within a step, which is repeated in smaller parts next."""
+        """Record that memory ran out within a step. The step is then repeated in smaller parts."""
 
     def evidence(self, failure: Failure) -> Failure:
         """Add evidence to the failure that ended the attempt. The next feature gets the result."""
@@ -86,7 +86,7 @@ class AttemptHooks:
             feature.pause(why)
 
     def ran_out(self, error: BaseException, failure: Failure) -> None:
-        """Let all features record what filled the memory."""
+        """Let all features record that memory ran out within a step."""
         for feature in self._all:
             feature.ran_out(error, failure)
 

@@ -57,8 +57,8 @@ from robust_train.model.failure import Finding
 from robust_train.model.parts import parts_like
 
 _AT_THE_START = frozenset(sys.modules)
-"""The modules that every interpreter imports. The launcher lets the next interpreter import early
-what this one imports in addition."""
+"""The modules that every interpreter imports. All other modules are reported to the launcher, which
+lets the next interpreter import them early."""
 
 _MOST_DESCRIPTORS = 16  # with one message
 # Between two imports, a standby pauses as long as the last import took, but at most this long.

@@ -1,8 +1,8 @@
 """Save the state at the end of training, and wait for space if the disk is full.
 
 The runner, the integrations and the built-in trainer call it in the process that trains. A
-checkpoint during training is skipped if the disk is full; without the last one, an attempt would
-have to repeat the last steps.
+checkpoint during training is skipped if the disk is full. Without the last checkpoint, another
+attempt would repeat the last steps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LOG_SECONDS = 60.0
 
 
 def write_when_there_is_room(live: LiveAttempt, write: Callable[[], T]) -> T:
-    """Call ``write`` until the disk takes what it writes, and return its result.
+    """Call ``write``, again while the disk is full, and return its result.
 
     Raises:
         CheckpointError: the disk has room but fails, or the reason is not the disk.

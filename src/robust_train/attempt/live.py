@@ -172,7 +172,7 @@ class LiveAttempt:
         """Pass losses and updates through ``losses``."""
         self.losses = losses
 
-    # --- what the parts report to each other ---
+    # --- connections between the parts ---
 
     def _report_speed(self, speed: Speed) -> None:
         self.reports.send(SpeedMeasured(speed, self.rank))

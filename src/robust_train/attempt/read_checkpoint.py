@@ -1,4 +1,4 @@
-"""Load the checkpoint that an attempt resumes from, or an earlier one if that is damaged.
+"""Load the checkpoint that an attempt resumes from, or an earlier checkpoint if it is damaged.
 
 ``run.load`` and the built-in trainer call :func:`read_newest` in the process that trains, on all
 ranks together. The ranks agree on one file: rank 0 lists the candidates, and a candidate that one
@@ -77,7 +77,9 @@ def read_newest(
             return candidate, wait_until_readable(partial(run_on_all_ranks, read, gather))
         except UnusableError as fault:
             log.warning(
-                "checkpoint %s cannot be used (%s); trying the one before it", candidate, fault
+                "checkpoint %s cannot be used (%s); trying the checkpoint before it",
+                candidate,
+                fault,
             )
             if isinstance(fault, RefusedError) and refusal is None:
                 refusal = f"{candidate} is whole, but {fault}"
@@ -118,7 +120,7 @@ def _check_is_same_on_all_ranks(path: Path, gather: Callable[[Any], list[Any]]) 
     """
     size = wait_until_readable(lambda: size_of(path) if path.exists() else 0)
     if len(set(gather(size))) > 1:
-        why = "the ranks find different checkpoints; it has to be one folder that all nodes see"
+        why = "the ranks find different checkpoints; all nodes must share one folder"
         raise OSError(ESTALE, why, str(path.parent))
 
 

@@ -1,4 +1,4 @@
-"""The checkpoints of an attempt: it loads one at its start, and writes others.
+"""Load the checkpoint that an attempt resumes from, and save its checkpoints.
 
 :class:`.live.LiveAttempt` holds one :class:`Saves` in each process that trains. A disk that does
 not take a checkpoint never ends training: :class:`Saves` logs a warning, and the checkpoint is owed

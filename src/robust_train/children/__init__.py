@@ -1,2 +1,2 @@
-"""Child processes of a launcher or a sweep: interpreters, notifications, itself in the
-background."""
+"""Child processes of a launcher or a sweep: interpreters, notifications, and the same command in
+the background."""

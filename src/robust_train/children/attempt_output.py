@@ -1,4 +1,9 @@
-"""The output of attempts: shown as it comes, kept in a file, with its tail as evidence."""
+"""The output of attempts: it is shown at once, and kept in a log file. Its end is evidence.
+
+:class:`.interpreters.Interpreters` holds one :class:`OutputPump` in the launcher, which gives the
+interpreters their standard streams. If the launcher writes to a terminal, the attempts get a
+terminal too, so that progress bars look the same.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +27,7 @@ from robust_train.host.loggers import standard_error, standard_output
 from robust_train.host.screen import descriptor_of, flush_output
 
 _TAIL_BYTES = 16_384
+# At most this many blocks are read in turn, because signals and events have to be handled as well.
 _MOST_READS = 16
 _PIPE_BYTES = 1 << 20
 _LONGEST_LINE_BYTES = 1 << 20
@@ -30,12 +36,11 @@ _BAR_SECONDS = 1.0
 
 
 class OutputStream:
-    """The child's stdout or stderr: a terminal if ours is a terminal, else a pipe.
+    """The standard output or error of the child processes, which goes on to the launcher's stream.
 
-    With a terminal, the trainer's progress bars look as they would without the launcher.
-
-    If our two streams are the same file, the child's streams share this object. Otherwise the order
-    of its output would be lost.
+    It is a terminal if the launcher's stream is a terminal, else a pipe. If the launcher's two
+    streams are the same file, the child's two streams share one object, which keeps the order of
+    the output.
 
     Attributes:
         child_fd: the child's descriptor.
@@ -53,33 +58,33 @@ class OutputStream:
             _copy_settings(self._target, self.child_fd)
         else:
             self.read_fd, self.child_fd = os.pipe()
-            # room for what is printed while we are stopped
+            # A large pipe has room for output while the launcher is suspended.
             with contextlib.suppress(OSError):
                 fcntl.fcntl(self.read_fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         os.set_blocking(self.read_fd, False)
 
     def is_also(self, other: TextIO) -> bool:
-        """Return whether another stream of ours writes into the same file."""
+        """Return whether another stream of the launcher writes into the same file."""
         target = descriptor_of(other)
         return self._target >= 0 and target >= 0 and os.path.sameopenfile(self._target, target)
 
     def fit(self) -> None:
-        """Give the child's terminal the size of ours, which people change, and no input."""
+        """Give the child's terminal the current size of the launcher's terminal, and no input."""
         if self.is_terminal:
             with contextlib.suppress(OSError, termios.error):
                 _copy_size(self._target, self.child_fd)
                 _end_input(self.read_fd, self.child_fd)
 
     def read(self) -> bytes:
-        """Return what has arrived, empty if nothing has."""
+        """Return the output that has arrived, empty if there is none."""
         try:
             return os.read(self.read_fd, 1 << 16)
-        # nothing now; or EIO: a terminal whose other side is closed
+        # Nothing has arrived, or the child's side of the terminal is closed (EIO).
         except OSError:
             return b""
 
     def show(self, data: bytes) -> None:
-        """Pass on to our own stream, without waiting for its reader."""
+        """Write output to the launcher's stream, without waiting for the stream's reader."""
         if self._target >= 0:
             screen.show(self._target, data, source=self)
             return
@@ -87,7 +92,7 @@ class OutputStream:
             self._ours.write(self._decode(data))
 
     def settle(self) -> None:
-        """Let an unfinished line scroll up."""
+        """Let an unfinished line scroll up like a finished line."""
         if self._target >= 0:
             screen.settle(self._target, source=self)
 
@@ -99,7 +104,7 @@ class OutputStream:
 
 
 class OutputPump:
-    """Moves the output of attempts to our own streams and into the current attempt's log file."""
+    """Moves the output of attempts to the launcher's streams and into the attempt's log file."""
 
     def __init__(self) -> None:
         self.stdout = OutputStream(standard_output())
@@ -110,7 +115,7 @@ class OutputPump:
             self.streams.append(self.stderr)
         self._log: AttemptLog | None = None
         self._tail = b""
-        # output is held back, because a clearer message may replace it
+        # Whether output is held back, because a clearer message may replace it.
         self._holds = False
         self._held: list[tuple[OutputStream, bytes]] = []
 
@@ -121,21 +126,22 @@ class OutputPump:
 
     @property
     def input_fd(self) -> int:
-        """The standard input of attempts: ours if it is a file or a pipe, a terminal without input
-        if ours is a terminal (``stty size`` needs it), else nothing."""
-        with contextlib.suppress(OSError):  # closed
+        """The standard input of attempts: the launcher's if it is a file or a pipe. If it is a
+        terminal, attempts get a terminal without input, which ``stty size`` needs."""
+        with contextlib.suppress(OSError):  # Standard input may be closed.
             mode = os.fstat(0).st_mode
             if stat.S_ISREG(mode) or stat.S_ISFIFO(mode):
                 return 0
-        both = os.isatty(0) and self.stdout.is_terminal
-        return self.stdout.child_fd if both else subprocess.DEVNULL
+        if os.isatty(0) and self.stdout.is_terminal:
+            return self.stdout.child_fd
+        return subprocess.DEVNULL
 
     def hold(self) -> None:
-        """Keep back what comes, until it is released."""
+        """Hold back output until :meth:`release`."""
         self._holds = True
 
     def release(self) -> None:
-        """Show what was held back, and from now on what comes."""
+        """Show the output that was held back, and all later output at once."""
         held = self._held
         self._held = []
         self._holds = False
@@ -148,7 +154,7 @@ class OutputPump:
         return self._tail.decode(errors="replace")
 
     def start_log(self, path: Path) -> None:
-        """Keep the output from now on in ``path``. A full disk costs the log, not the training."""
+        """Write the output from now on to ``path``. If the disk is full, there is no log."""
         self.end_log()
         self._tail = b""
         with contextlib.suppress(OSError):
@@ -163,15 +169,15 @@ class OutputPump:
             stream.settle()
 
     def move(self) -> bool:
-        """Pass on everything that has arrived, and return whether there was anything."""
-        moved = False
+        """Pass on the output that has arrived, and return whether there was any."""
+        has_moved = False
         for number, stream in enumerate(self.streams):
             stream.fit()
-            for _ in range(_MOST_READS):  # signals and events come in between
+            for _ in range(_MOST_READS):
                 data = stream.read()
                 if not data:
                     break
-                moved = True
+                has_moved = True
                 flush_output()
                 if self._holds:
                     self._held.append((stream, data))
@@ -180,15 +186,16 @@ class OutputPump:
                 self._tail = (self._tail + data)[-_TAIL_BYTES:]
                 if self._log is not None:
                     self._log.write(data, number)
-        return moved
+        return has_moved
 
     def drain(self) -> None:
-        """Pass on the rest after the writer has ended. A terminal delivers it a little late."""
+        """Pass on the remaining output after the child has ended. A terminal delivers it a little
+        later."""
         while readable(self.descriptors, 0.02) and self.move():
             pass
 
     def close(self) -> None:
-        """Pass on the rest and release everything."""
+        """Pass on the remaining output and close all streams."""
         self.drain()
         self.end_log()
         screen.show_waiting()
@@ -197,9 +204,12 @@ class OutputPump:
 
 
 class AttemptLog:
-    """The output of an attempt, as a terminal shows it in the end. Progress bars rewrite their line
-    by carriage return, perhaps for weeks, so only the last state of a line is kept, in memory and
-    in the file."""
+    """The log file of an attempt, with the text that a terminal shows in the end.
+
+    A progress bar rewrites its line with carriage returns, perhaps for weeks. So only the last
+    state of a line is kept, in memory and in the file. For example, ``10%\\r50%\\r100%\\n``
+    becomes ``100%\\n``.
+    """
 
     def __init__(self, file: FileIO) -> None:
         self._file = file
@@ -208,13 +218,14 @@ class AttemptLog:
         self._next_state = 0.0
 
     def write(self, data: bytes, stream: int = 0) -> None:
-        """Handle output. An unfinished line of a stream does not absorb output of another
-        stream."""
+        """Write output of a stream. Unfinished lines are kept for each stream, so that a line has
+        the output of one stream only."""
         data = self._unfinished.pop(stream, b"") + data
         lines, end, rest = data.rpartition(b"\n")
-        done = b"\n".join(map(_settled, (lines + end).split(b"\n")))
+        done = b"\n".join(_last_state(line) for line in (lines + end).split(b"\n"))
         rest = rest[max(rest.rstrip(b"\r").rfind(b"\r"), 0) :]
-        if len(rest) > _LONGEST_LINE_BYTES:  # no bar, which is rewritten
+        if len(rest) > _LONGEST_LINE_BYTES:
+            # A line of this length is not a progress bar, and will not be rewritten.
             done = done + rest
             rest = b""
         if rest:
@@ -231,22 +242,25 @@ class AttemptLog:
         self._file.close()
 
     def _put(self, done: bytes) -> None:
-        """Write what will not change, and after it the present state of unfinished lines."""
+        """Write finished lines, and after them the current state of unfinished lines, which the
+        next call overwrites."""
         with contextlib.suppress(OSError):
             self._file.truncate(self._settled_bytes)
             self._settled_bytes += self._file.write(done)
-            self._file.write(b"\n".join(map(_settled, self._unfinished.values())))
+            states = [_last_state(line) for line in self._unfinished.values()]
+            self._file.write(b"\n".join(states))
 
 
-def _settled(line: bytes) -> bytes:
-    """Return a line as a terminal shows it in the end: bars rewrite it by carriage return."""
+def _last_state(line: bytes) -> bytes:
+    """Return the text of a line after its last carriage return."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
 def _copy_settings(source: int, target: int) -> None:
+    """Prepare the child's terminal ``target`` for output to the launcher's terminal ``source``."""
     _copy_size(source, target)
     attributes = termios.tcgetattr(target)
-    # the real terminal translates line ends, once is enough
+    # The launcher's terminal translates line ends, which must not happen twice.
     attributes[1] &= ~termios.OPOST
     attributes[3] |= termios.ICANON
     termios.tcsetattr(target, termios.TCSANOW, attributes)
@@ -261,6 +275,6 @@ def _end_input(master: int, child: int) -> None:
 
 def _copy_size(source: int, target: int) -> None:
     columns, lines = os.get_terminal_size(source)
-    # Bars would be empty on a terminal that does not know its size.
+    # Progress bars would be empty on a terminal without a size.
     size = struct.pack("HHHH", lines or 24, columns or 80, 0, 0)
     fcntl.ioctl(target, termios.TIOCSWINSZ, size)

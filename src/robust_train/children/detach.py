@@ -1,7 +1,8 @@
 """``detach=true``: run the same command again in the background, where a logout does not end it.
 
-The foreground command waits until the background command has started or ended. A pipe brings the
-text to show, or nothing.
+The foreground command calls :func:`start`, and waits until the background command has started or
+ended. The background command calls :func:`report_start` as soon as it has a run folder, which sends
+the foreground a text to show through a pipe.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ if TYPE_CHECKING:
 
 OUTPUT_FILE = "detached.log"
 _VARIABLE = "ROBUST_TRAIN_DETACHED"
-# A description, because the system's journal would show the command, which may hold a secret.
+# The command that starts a process outside the login session. The system's journal shows the
+# description instead of the command, which may contain a secret.
 _SCOPE = ["systemd-run", "--user", "--scope", "--quiet", "--collect", "--description=job", "--"]
+# The command that asks logind whether a logout ends a user's processes.
 _LOGIND = [
     "busctl",
     "get-property",
@@ -35,7 +38,7 @@ _LOGIND = [
     "org.freedesktop.login1.Manager",
     "KillUserProcesses",
 ]
-_SECONDS = 10
+_ANSWER_SECONDS = 10
 _MOST_BYTES = 1 << 20
 
 
@@ -45,20 +48,26 @@ with contextlib.suppress(KeyError, ValueError, OSError):
     _inherited = int(os.environ.pop(_VARIABLE))
     os.set_inheritable(_inherited, False)
     _pipe = _inherited
-# Whether this process is the one in the background
+
 is_detached = _pipe is not None
+"""Whether this process is the background command."""
 
 
-def is_due(config: RobustConfig) -> bool:
-    """Return whether the command is to continue in the background, and is not there yet."""
+def must_detach(config: RobustConfig) -> bool:
+    """Return whether this command should continue in the background, but does not run there yet."""
     return bool(config.chosen("detach")) and not is_detached
 
 
 def start() -> int:
-    """Run this process's command in the background. Returns its exit code, 0 once it has started.
+    """Run this process's command in the background, and wait until it has started or ended.
 
-    If this process ends before that, the job ends too, except when a terminal is closed."""
-    prefix, note = past_logout()
+    Signals that arrive in the meantime are passed on to the command, except when a terminal is
+    closed.
+
+    Returns:
+        0 once the command has started, or its exit code if it ends before.
+    """
+    prefix, note = find_logout_protection()
     read_end, write_end = os.pipe()
 
     def pass_on(signum: int) -> None:
@@ -77,11 +86,12 @@ def start() -> int:
         )
         os.close(write_end)
         with signals.handed_to(pass_on):
-            if signals.received:  # just before
+            # A signal may have arrived before this block.
+            if signals.received:
                 pass_on(signals.received)
-            begun = os.read(read_end, _MOST_BYTES).decode(errors="replace")
-            if begun and signals.received in (0, signal.SIGHUP):
-                print(begun + note, flush=True)
+            text = os.read(read_end, _MOST_BYTES).decode(errors="replace")
+            if text and signals.received in (0, signal.SIGHUP):
+                print(text + note, flush=True)
                 return 0
             code = process.wait()
         output.seek(0)
@@ -89,8 +99,9 @@ def start() -> int:
     return code if code >= 0 else 128 - code
 
 
-def has_begun(folder: Path, text: str) -> None:
-    """Write all output to a file in ``folder`` from now on. The foreground shows ``text`` and ends.
+def report_start(folder: Path, text: str) -> None:
+    """Let the foreground command show ``text`` and end, and write all output to a file in
+    ``folder`` from now on.
 
     Does nothing in the foreground, and when called again.
     """
@@ -103,20 +114,22 @@ def has_begun(folder: Path, text: str) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     try:
         output = os.open(folder / OUTPUT_FILE, flags, 0o666)
-    except OSError:  # a full disk costs the output, not the training
+    except OSError:
+        # Without room for the output, the job still trains.
         output = os.open(os.devnull, os.O_WRONLY)
     with contextlib.suppress(OSError):
+        # Until now the output went to a temporary file.
         os.write(output, os.pread(1, _MOST_BYTES, 0))
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
     os.close(output)
-    with contextlib.suppress(OSError):  # the foreground was ended
+    with contextlib.suppress(OSError):  # The foreground command may have ended.
         os.write(pipe, text.encode(errors="replace"))
     os.close(pipe)
 
 
 def job_text(job: str, name: str, folder: Path) -> str:
-    """Return what the foreground shows of a job."""
+    """Return the text about a job that the foreground command shows."""
     lines = (
         f"{name} continues in the background as {job} (pid {os.getpid()}); run folder: {folder}",
         f"  robust-train attach {job}     show it; Ctrl-C leaves it running",
@@ -128,7 +141,7 @@ def job_text(job: str, name: str, folder: Path) -> str:
 
 
 def sweep_text(folder: Path) -> str:
-    """Return what the foreground shows of a sweep."""
+    """Return the text about a sweep that the foreground command shows."""
     lines = (
         f"the sweep continues in the background (pid {os.getpid()}); sweep folder: {folder}",
         "  robust-train ps               list its jobs with your others",
@@ -139,11 +152,12 @@ def sweep_text(folder: Path) -> str:
     return "\n".join(lines)
 
 
-def past_logout() -> tuple[list[str], str]:
-    """Return a prefix for a command that a logout must not end, and a note for its user."""
-    if printed_by(_LOGIND, _SECONDS) != b"b true\n":
+def find_logout_protection() -> tuple[list[str], str]:
+    """Return a prefix for a command that a logout must not end, and a note for its user. Both are
+    empty if this host does not end processes at logout."""
+    if printed_by(_LOGIND, _ANSWER_SECONDS) != b"b true\n":
         return [], ""
-    works = printed_by([*_SCOPE, "true"], _SECONDS) is not None
+    works = printed_by([*_SCOPE, "true"], _ANSWER_SECONDS) is not None
     lingers = Path("/var/lib/systemd/linger", user_name(os.geteuid())).exists()
     if works and lingers:
         return _SCOPE, ""

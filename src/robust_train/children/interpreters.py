@@ -1,6 +1,9 @@
-"""The interpreters of a job: started early, each a child of the launcher.
+"""The processes of a job's attempts: plain Python interpreters, which the launcher starts early.
 
-Why plain interpreters: see ``docs/decisions/0002-plain-interpreters.md``.
+``launcher.process`` uses :class:`Interpreters` in the launcher. An interpreter runs
+:mod:`robust_train.attempt`: it first imports modules (:class:`Preparation`), and later gets its
+attempt (:class:`Begin`). Another process, the reaper, ends all of them if the launcher is killed.
+``docs/decisions/0002-plain-interpreters.md`` gives the reasons for this design.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ log = logging.getLogger("robust_train")
 
 _AFTER_KILL_SECONDS = 8.0
 
+# Prefixes of variables that differ between attempts, and are set only there.
 _CHANGED_BY_US = ("HYDRA_", "ROBUST_TRAIN_")
 
 
@@ -49,36 +53,40 @@ class Interpreter:
     """A plain interpreter, from its start to its end.
 
     Attributes:
+        pid: its process id.
+        channel: the connection to it.
         returncode: its return code as in subprocess. None while it runs.
         max_resident_bytes: its peak resident memory, once it has ended.
-        is_asked: it got a request to import modules.
-        is_begun: it got its attempt.
-        is_unfit: it cannot run an attempt and ends, because an import has started CUDA.
-        culprit: the module whose import did so.
+        is_asked: whether it got a request to import modules.
+        is_begun: whether it got its attempt.
+        is_unfit: whether it cannot run an attempt and ends, because an import has started CUDA.
+        culprit: the module whose import started CUDA, empty if unknown.
         answers_due: the number of unfinished preparations.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], channel: socket.socket) -> None:
         self.pid = process.pid
-        self._process = process
         self.channel = channel
         self.returncode: int | None = None
         self.max_resident_bytes = 0
-        self.is_unfit = self.is_asked = self.is_begun = False
+        self.is_asked = False
+        self.is_begun = False
+        self.is_unfit = False
         self.culprit = ""
-        self._environ = _environ_at_import()
         self.answers_due = 0
+        self._process = process
+        self._environ = _environ_for_imports()
 
     @property
     def is_running(self) -> bool:
-        """Whether its process has not ended."""
+        """Whether its process still runs."""
         return self.returncode is None
 
     def collect(self) -> None:
         """Set ``returncode`` if its process has ended."""
         pid = self.pid
         status = int(signal.SIGKILL)
-        # collected by a handler of the program's own: how it has ended is lost
+        # If a signal handler of the user's program has collected the process, its status is lost.
         with contextlib.suppress(ChildProcessError):
             pid, status, usage = os.wait4(self.pid, os.WNOHANG)
             self.max_resident_bytes = usage.ru_maxrss * 1024
@@ -88,8 +96,9 @@ class Interpreter:
 
     @property
     def is_usable(self) -> bool:
-        """Whether it can run an attempt: the program has not changed its environment since."""
-        is_same = self._environ == _environ_at_import()
+        """Whether it can run an attempt. It cannot if the user's program has changed the
+        environment since the start, because its imports may depend on that."""
+        is_same = self._environ == _environ_for_imports()
         return is_same and self.is_running and not self.is_unfit
 
     def prepare(self, wanted: Preparation) -> None:
@@ -99,7 +108,7 @@ class Interpreter:
         self._send(wanted)
 
     def begin(self, begin: Begin, descriptors: Sequence[int]) -> None:
-        """Give it its attempt, with copies of open descriptors."""
+        """Send the interpreter its attempt, with copies of open descriptors."""
         self.is_begun = True
         self._send(begin, descriptors)
 
@@ -120,14 +129,14 @@ class Interpreter:
                 raise ConfigError(event.refusal)
 
     def signal(self, signum: int) -> None:
-        """Send a signal to the interpreter, unless it has ended, in which case a handler of the
-        program may have collected it."""
+        """Send a signal to the interpreter, unless it has ended."""
         if self.is_running:
+            # A signal handler of the user's program may have collected it.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signum)
 
     def _send(self, message: Preparation | Begin, descriptors: Sequence[int] = ()) -> None:
-        # it has ended, which the reaper reports
+        # If the interpreter has ended, `collect` finds that out.
         with contextlib.suppress(OSError):
             send_file(self.channel, pickle.dumps(message), descriptors)
 
@@ -138,7 +147,8 @@ class Interpreters:
 
     Attributes:
         pump: reads their output.
-        is_open: interpreters can be started.
+        running: the interpreters that are in use, by process id.
+        is_open: whether interpreters can be started.
     """
 
     def __init__(self) -> None:
@@ -148,41 +158,40 @@ class Interpreters:
         self._owner = os.getpid()
         self._mark = -1
         self._uncollected: list[Interpreter] = []
-        # what loses its parent becomes ours to end
         _open.add(self)
+        # Orphaned descendants become children of this process, so that it can end them.
         become_subreaper()
-        theirs, self._reapers_pipe = os.pipe()
-        with open(theirs, "rb"), open(reaper.__file__, "rb") as file:
-            program = [base_executable(), "-I", "-S"]
-            words = [f"/dev/fd/{file.fileno()}", theirs, self._owner]
-            words += [int(stop_signal(os.environ)), ORPHAN_GRACE_SECONDS]
-            words += map(int, STOP_SIGNALS)
+        reader, self._reapers_pipe = os.pipe()
+        with open(reader, "rb"), open(reaper.__file__, "rb") as file:
+            arguments = [reader, self._owner, int(stop_signal(os.environ)), ORPHAN_GRACE_SECONDS]
+            arguments += [int(signum) for signum in STOP_SIGNALS]
+            program = [base_executable(), "-I", "-S", f"/dev/fd/{file.fileno()}"]
             self._reaper = self._start(
-                program + [str(word) for word in words],
+                program + [str(argument) for argument in arguments],
                 os.environ,
-                (theirs, file.fileno()),
+                (reader, file.fileno()),
                 subprocess.DEVNULL,
             )
         self.mark(os.urandom(3).hex())
 
     @property
     def waiting(self) -> list[Interpreter]:
-        """Those without an attempt."""
+        """The interpreters that have no attempt yet."""
         return [interpreter for interpreter in self.running.values() if not interpreter.is_begun]
 
     def start(self) -> Interpreter:
         """Start an interpreter.
 
         Raises:
-            OSError: the system starts no process.
+            OSError: the system cannot start a process.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         program = str(Path(__file__).parents[1] / "attempt" / "__main__.py")
         with theirs:
             channel = theirs.fileno()
-            # An assert that -O leaves out of a program, or a warning that -W makes an error, is the
-            # same in its attempts.
+            # The attempts get the same options. For example, -O removes the assert statements of
+            # the launcher's program, and then those of the trainer too.
             command = [sys.executable] + interpreter_options()
             process = self._start(
                 command + [program, str(self._owner), str(channel)],
@@ -198,19 +207,19 @@ class Interpreters:
         return interpreter
 
     def mark(self, job: str) -> None:
-        """Mark all processes of the job with its id, by which others recognise them."""
+        """Mark all processes of the job with its id, so that they can be recognised later."""
         self._mark = job_mark(job)
         for pid in [self._reaper.pid] + list(self.running):
             set_mark(pid, self._mark)
         self._send_to_reaper(str(self._mark))
 
     def _send_to_reaper(self, word: str) -> None:
-        with contextlib.suppress(OSError):  # it was killed
+        with contextlib.suppress(OSError):  # The reaper may have been killed.
             os.write(self._reapers_pipe, f"{word}\n".encode())
 
     def poll(self) -> bool:
-        """See which interpreters have ended, which sets ``returncode``, and pass on what they have
-        printed, and return whether there was anything."""
+        """Collect interpreters that have ended, and pass on the output. Returns whether there was
+        output."""
         for interpreter in self._uncollected:
             interpreter.collect()
         self._uncollected = [
@@ -221,21 +230,26 @@ class Interpreters:
     def await_prepared(
         self, wanted: Sequence[Interpreter], tick: Callable[[], None] = lambda: None
     ) -> None:
-        """Wait until interpreters have answered or ended, calling ``tick`` twice a second."""
-        while pending := [
-            interpreter
-            for interpreter in wanted
-            if interpreter.is_running and interpreter.answers_due
-        ]:
+        """Wait until interpreters have answered or ended. Calls ``tick`` twice a second."""
+        while True:
+            pending = [
+                interpreter
+                for interpreter in wanted
+                if interpreter.is_running and interpreter.answers_due
+            ]
+            if not pending:
+                return
             channels = [interpreter.channel.fileno() for interpreter in pending]
             readable(self.pump.descriptors + channels, TICK_SECONDS)
             self.poll()
             for interpreter in pending:
+                # `read` handles the answers. Before its attempt, an interpreter has no events.
                 list(interpreter.read())
             tick()
 
     def collect_orphans(self) -> None:
-        """Collect what interpreters have left behind and has ended: this process adopts it."""
+        """Collect orphaned descendants of interpreters that have ended. They are children of this
+        process, because it is a subreaper."""
         pids = [interpreter.pid for interpreter in self._uncollected]
         for child in children():
             with contextlib.suppress(psutil.Error):
@@ -244,16 +258,18 @@ class Interpreters:
                     collect(child.pid)
 
     def kill_leftovers(self) -> list[int]:
-        """Kill all except the interpreters and their children, and return those that cannot be
-        killed."""
+        """Kill all processes of the job except the interpreters in use and their children. Returns
+        the processes that cannot be killed."""
         spared = {self._reaper.pid} | self.running.keys()
         for pid in self.running:
             with contextlib.suppress(psutil.Error):
-                below = psutil.Process(pid).children(recursive=True)
-                spared.update(process.pid for process in below)
-        return kill_descendants(
-            lambda process: process.pid not in spared and self._is_ours(process)
-        )
+                descendants = psutil.Process(pid).children(recursive=True)
+                spared.update(process.pid for process in descendants)
+
+        def is_leftover(process: psutil.Process) -> bool:
+            return process.pid not in spared and self._is_ours(process)
+
+        return kill_descendants(is_leftover)
 
     def _is_ours(self, process: psutil.Process) -> bool:
         return reaper.mark_of(process.pid) == self._mark
@@ -296,11 +312,11 @@ class Interpreters:
         self,
         command: Sequence[str],
         environ: Mapping[str, str],
-        descriptors: Sequence[int],  # that it inherits
+        descriptors: Sequence[int],  # the descriptors that it inherits
         stdin: int,
     ) -> subprocess.Popen[bytes]:
         """Start a process in its own session. Stop signals are blocked in it, so that an early
-        signal stays pending instead of being fatal."""
+        signal stays pending instead of ending the process."""
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             return subprocess.Popen(
@@ -317,33 +333,34 @@ class Interpreters:
 
 
 _open: set[Interpreters] = set()
-"""Those of this process that are not closed."""
+"""All objects of this process that are not closed. The last one that is closed ends the process's
+role as a subreaper."""
 
-_at_hand: list[Interpreters] = []
+_started_early: list[Interpreters] = []
 
 
 def start_early(modules: Sequence[str] = ()) -> None:
-    """Start an interpreter for this process's next job, before it is known what it will run."""
-    with contextlib.suppress(OSError):  # the job reports it
+    """Start an interpreter for this process's next job, before its trainer is known."""
+    with contextlib.suppress(OSError):  # The job will report the error.
         interpreters = Interpreters()
-        interpreters.start().prepare(preparation(modules))
-        _at_hand.append(interpreters)
+        interpreters.start().prepare(request_imports(modules))
+        _started_early.append(interpreters)
 
 
 def take_early() -> Interpreters:
-    """Return the interpreters that were started early, else none yet."""
-    return _at_hand.pop() if _at_hand else Interpreters()
+    """Return the interpreters that were started early, or an object without interpreters."""
+    return _started_early.pop() if _started_early else Interpreters()
 
 
 def discard_early() -> None:
-    """End interpreters that were started early. In a fork of this process, forget those of its
-    parent."""
-    while _at_hand:
-        _at_hand.pop().close()
+    """End the interpreters that were started early. In a fork of the process that started them,
+    only close their descriptors."""
+    while _started_early:
+        _started_early.pop().close()
 
 
-def preparation(modules: Sequence[str], *, is_standby: bool = False) -> Preparation:
-    """Return what an interpreter of this process's jobs does first."""
+def request_imports(modules: Sequence[str], *, is_standby: bool = False) -> Preparation:
+    """Return a request to import modules, for an interpreter of this process's jobs."""
     return Preparation(
         path=tuple(os.path.abspath(entry) for entry in sys.path),
         argv=tuple(sys.argv),
@@ -352,9 +369,9 @@ def preparation(modules: Sequence[str], *, is_standby: bool = False) -> Preparat
     )
 
 
-def _environ_at_import() -> dict[str, str]:
-    """Return the variables of this process that a library may read when it is imported. Those that
-    differ between attempts are read later."""
+def _environ_for_imports() -> dict[str, str]:
+    """Return the environment variables of this process that a library may read when it is
+    imported, without the variables that only attempts get."""
     return {
         name: value for name, value in os.environ.items() if not name.startswith(_CHANGED_BY_US)
     }

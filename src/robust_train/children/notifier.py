@@ -1,30 +1,22 @@
-"""Notifications of a job: by a user program, or by Apprise URLs.
+"""Notifications about a job or a sweep: through a program of the user, or through Apprise URLs.
 
-Each delivery is a process with a time limit, which the launcher's tick enforces, so a delivery
-cannot fail, delay or hang a job. Run as a program, this file sends a notification through Apprise:
-``{"urls": […], "title": …, "body": …}`` comes on standard input, so that no URL is in a command
-line. Failures are printed in one line, by the URLs' schemes.
+The feature ``notifications`` passes each state and event of a job to :class:`Notifier`, in the
+launcher; a sweep does so for all of its jobs together. Each notification is sent by a process with
+a time limit (:mod:`.delivery`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import json
 import logging
-import os
-import signal
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
-from typing import IO
 
+from robust_train.children.delivery import Delivery, start_delivery
 from robust_train.config.schema import NotifyConfig
 from robust_train.config.values import URLS_VARIABLE
 from robust_train.files import strict_json
@@ -38,12 +30,13 @@ from robust_train.readable import duration, shortened
 log = logging.getLogger("robust_train")
 
 TEXT_VARIABLE = "ROBUST_TRAIN_NOTIFY_TEXT"
-_LIMIT_SECONDS = 30
-_LONG_WAIT_SECONDS = 1800.0
 LAST_CHANCE_SECONDS = 10.0
+"""At the end of a job, its deliveries have this much time."""
+
+_APPRISE_PROGRAM = "robust_train.children.apprise_program"
+_LONG_WAIT_SECONDS = 1800.0
 _POLL_SECONDS = 0.05
-_AFTER_KILL_SECONDS = 1.0
-_MOST_ERROR_BYTES = 4096
+# Fields of the state that a notification has too.
 _FIELDS = (
     "id",
     "state",
@@ -59,10 +52,11 @@ _FIELDS = (
 )
 
 
-def notifications(config: NotifyConfig, environ: Mapping[str, str]) -> NotifyConfig:
-    """Return the targets of a job's notifications. ``environ`` holds the URLs (see
-    ``hide_urls``)."""
-    if sweep_folder() is not None:  # the sweep sends one notification for all of its jobs
+def notify_settings(config: NotifyConfig, environ: Mapping[str, str]) -> NotifyConfig:
+    """Return the settings of a job's notifications, with the URLs, which ``hide_urls`` has moved
+    from the config to ``environ``. A job of a sweep gets no targets, because the sweep sends one
+    notification for all of its jobs."""
+    if sweep_folder() is not None:
         return NotifyConfig()
     urls = tuple(environ.get(URLS_VARIABLE, "").split())
     if urls and importlib.util.find_spec("apprise") is None:
@@ -70,158 +64,141 @@ def notifications(config: NotifyConfig, environ: Mapping[str, str]) -> NotifyCon
     return replace(config, urls=urls)
 
 
-def sentence(event: str, state: RunState, result: Json, now: float) -> str:
-    """Return the line of text about a state that is an event."""
+def describe_event(event: str, state: RunState, result: Json, now: float) -> str:
+    """Return one line of text about an event. ``state`` is the job's new state."""
     job = f"{state.name} on {state.host}"
     spent = duration(state.seconds(now))
     reason = shortened(state.reason or "", 300)
     match event:
         case "completed":
-            outcome = reason if result is None else shortened(str(result), 200)
-            result_or_reason = f": {outcome}" if outcome else ""
-            return f"{job} completed in {spent}{result_or_reason}"
+            outcome = reason
+            if result is not None:
+                outcome = shortened(str(result), 200)
+            line = f"{job} completed in {spent}"
+            return f"{line}: {outcome}" if outcome else line
         case "cpu":
             return f"{job} trains on the CPU now, which may take far longer"
         case "waiting":
             why = shortened(str((state.waiting or {}).get("reason", "")), 300)
-            return f"{job} has waited {duration(max(now - state.since, 0.0))}: {why}"
-    what = "was interrupted" if event == "interrupted" else "failed"
-    return f"{job} {what} after {spent}: {reason or state.state}"
+            waited = duration(max(now - state.since, 0.0))
+            return f"{job} has waited {waited}: {why}"
+    ending = "was interrupted" if event == "interrupted" else "failed"
+    return f"{job} {ending} after {spent}: {reason or state.state}"
 
 
 class Notifier:
-    """Watches a job's state and sends a message about each change, if there is anyone to notify.
+    """Watches a job's states and events, and sends notifications about those that the settings
+    name.
 
     Attributes:
-        has_failed: a delivery has.
+        has_failed: whether a delivery has failed.
     """
 
     def __init__(self, settings: NotifyConfig) -> None:
         self.has_failed = False
         self._settings = settings
-        # Whether the job last waited for a GPU or had one: then training on the CPU is news.
+        # Whether the job last waited for a GPU or had one. Training on the CPU is an event then.
         self._hopes_for_gpu = False
         # Whether the last checkpoint failed. A disk that stays full is reported once.
         self._is_unsaved = False
-        # The last event and when its state began, so that each is reported once.
-        self._last_news = ("", 0.0)
-        self._deliveries: list[_Delivery] = []
+        # The last event, and the start of its state, so that each event is reported once.
+        self._last_event = ("", 0.0)
+        self._deliveries: list[Delivery] = []
         # If the launcher itself runs the attempt, `poll` is called in another thread.
         self._lock = threading.Lock()
 
     def poll(self, state: RunState) -> None:
-        """Send what is new in a job's state, and check the deliveries under way."""
+        """Notify of a job's new state, if it is an event, and check the current deliveries."""
         with self._lock:
-            event = self._news(state)
-            if event and self._last_news != (event, state.since):
-                self._last_news = event, state.since
+            event = self._event_of(state)
+            if event and self._last_event != (event, state.since):
+                self._last_event = event, state.since
                 self._notify(event, state)
             self._collect()
 
     def on_event(self, event: Event, state: RunState) -> None:
-        """Notify of an event that has a notice. A series of failed checkpoints is reported once."""
-        attempt = None if state.attempt is None else state.attempt.number
-        match event:
-            case CheckpointSaved():
-                self._is_unsaved = False
-                return
-            case CheckpointFailed():
-                notice: Notice | None = Notice(
-                    "disk", f": no checkpoint could be saved: {event.reason}"
-                )
-            case AttemptEnded(record=Attempt(kind=FailureKind.DISK_FULL) as record):
-                notice = Notice("disk", f": {record.message}")
-            case _:
-                notice = event.notice(attempt)
+        """Notify of an event of the job, if it has a notice. A series of failed checkpoints is
+        reported once."""
+        if isinstance(event, CheckpointSaved):
+            self._is_unsaved = False
+            return
+        notice = _notice_of(event, state)
         if notice is None:
             return
-        is_of_disk = notice.kind == "disk"
-        if is_of_disk and self._is_unsaved:
+        is_disk_full = notice.kind == "disk"
+        if is_disk_full and self._is_unsaved:
             return
-        self._is_unsaved |= is_of_disk
+        self._is_unsaved |= is_disk_full
         with self._lock:
             self._notify(notice.kind, state, f"{state.name} on {state.host}{notice.text}")
 
-    def _news(self, state: RunState) -> str:
-        """Return the event to report for a job's state, empty if there is nothing to report."""
-        hoped = self._hopes_for_gpu
+    def _event_of(self, state: RunState) -> str:
+        """Return the event that a job's state is, empty if it is none."""
+        hoped_for_gpu = self._hopes_for_gpu
         is_waiting = state.state == "waiting"
         if is_waiting or state.device is not None:
             self._hopes_for_gpu = is_waiting or state.device != "cpu"
         if state.is_final:
-            same = {"no_device": "failed", "pruned": "interrupted"}
-            return same.get(state.state, state.state)
-        if hoped and not self._hopes_for_gpu:
+            events = {"no_device": "failed", "pruned": "interrupted"}
+            return events.get(state.state, state.state)
+        if hoped_for_gpu and not self._hopes_for_gpu:
             return "cpu"
         is_long = time.time() - state.since >= _LONG_WAIT_SECONDS
         return "waiting" if is_waiting and is_long else ""
 
     def _notify(self, event: str, state: RunState, text: str = "") -> None:
         now = time.time()
-        summary = read_summary(Path(state.run_dir)) if event == "completed" else None
-        result = None if summary is None else summary.objective
+        result: Json = None
+        if event == "completed":
+            summary = read_summary(Path(state.run_dir))
+            if summary is not None:
+                result = summary.objective
         facts = state.about()
-        about = {
-            **{name: facts.get(name) for name in _FIELDS},
-            "job": state.name,
-            "result": result,
-            "seconds": round(state.seconds(now), 1),
-        }
+        fields = {name: facts.get(name) for name in _FIELDS}
+        fields["job"] = state.name
+        fields["result"] = result
+        fields["seconds"] = round(state.seconds(now), 1)
         if not text:
-            text = sentence(event, state, result, now)
-        self.send(event, text, about)
+            text = describe_event(event, state, result, now)
+        self.send(event, text, fields)
 
-    def send(self, event: str, text: str, about: Mapping[str, Json]) -> None:
-        """Begin to deliver a notification, if its event is asked for."""
+    def send(self, event: str, text: str, fields: Mapping[str, Json]) -> None:
+        """Start to deliver a notification, if the settings name its event."""
         if event not in self._settings.on and event != "test":
             return
         text = shortened(text, 1000)
-        content = strict_json({"event": event, "text": text, "time": time.time(), **about})
+        content = strict_json({"event": event, "text": text, "time": time.time(), **fields})
         command = self._settings.command
         urls = self._settings.urls
         if command:
             self.deliver(event, command[0], command, content, {TEXT_VARIABLE: text})
         if urls:
-            program = (sys.executable, "-m", __name__)
+            program = (sys.executable, "-m", _APPRISE_PROGRAM)
             message = {"urls": urls, "title": f"robust-train: {event}", "body": text}
             self.deliver(event, "notify.urls", program, message, {"PYTHONSAFEPATH": "1"})
 
     def deliver(
-        self, event: str, what: str, command: Sequence[str], given: Json, more: Mapping[str, str]
+        self,
+        event: str,
+        target: str,
+        command: Sequence[str],
+        content: Json,
+        variables: Mapping[str, str],
     ) -> None:
-        """Start a program that delivers what is ``given``."""
-        environ = {**os.environ, **more}
-        environ.pop(URLS_VARIABLE, None)
-        name = f"({event}) not delivered by {what}"
+        """Start a program that delivers the notification ``content``."""
+        name = f"({event}) not delivered by {target}"
         try:
-            # closed with the delivery
-            errors = tempfile.TemporaryFile()  # noqa: SIM115
-            with tempfile.TemporaryFile() as stdin:
-                stdin.write(json.dumps(given, default=str).encode())
-                stdin.seek(0)
-                process = subprocess.Popen(
-                    command,
-                    stdin=stdin,
-                    stdout=subprocess.DEVNULL,
-                    stderr=errors,
-                    env=environ,
-                    start_new_session=True,
-                    # If this process is killed, the alarm still ends the program: exec keeps it.
-                    preexec_fn=partial(signal.alarm, 2 * _LIMIT_SECONDS),
-                )
+            self._deliveries.append(start_delivery(name, command, content, variables))
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None)
             self._log_failure(name, str(error) if why is None else why)
-            return
-        until = time.monotonic() + _LIMIT_SECONDS
-        self._deliveries.append(_Delivery(name, process, errors, until))
 
     def _collect(self) -> None:
         """End deliveries that take too long, and log failures."""
         for delivery in tuple(self._deliveries):
-            if delivery.process.poll() is not None or time.monotonic() >= delivery.until:
+            if delivery.is_over:
                 self._deliveries.remove(delivery)
-                problem = delivery.ended()
+                problem = delivery.end()
                 if problem:
                     self._log_failure(delivery.name, problem)
 
@@ -230,7 +207,7 @@ class Notifier:
         log.warning("notification %s: %s", name, problem)
 
     def finish(self, seconds: float = LAST_CHANCE_SECONDS) -> None:
-        """Wait a moment for what is being delivered, and end the rest."""
+        """Wait for the current deliveries, and end those that take longer than ``seconds``."""
         until = time.monotonic() + seconds
         for delivery in self._deliveries:
             delivery.until = min(delivery.until, until)
@@ -242,56 +219,15 @@ class Notifier:
     def hurry(self) -> None:
         """End the current deliveries at once. A signal handler may call this."""
         for delivery in self._deliveries:
-            delivery.until = 0.0
+            delivery.cut_short()
 
 
-@dataclass
-class _Delivery:
-    """A process that delivers a notification."""
-
-    name: str
-    process: subprocess.Popen[bytes]
-    errors: IO[bytes]  # its standard error
-    # The deadline by the monotonic clock. 0: end it at once, for a signal.
-    until: float
-
-    def ended(self) -> str:
-        """Return why the delivery failed, empty if it succeeded. Ends it if it still runs."""
-        process = self.process
-        with self.errors as errors:
-            if process.poll() is None:
-                # A program of another user, such as sudo's, must not be signalled.
-                with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait(_AFTER_KILL_SECONDS)
-                return "it took too long" if self.until else "ended by a signal"
-            if process.returncode == 0:
-                return ""
-            errors.seek(max(errors.seek(0, os.SEEK_END) - _MOST_ERROR_BYTES, 0))
-            lines = errors.read().decode(errors="replace").strip().splitlines()
-        return shortened(lines[-1], 300) if lines else f"exit code {process.returncode}"
-
-
-def main() -> None:
-    """Send a notification through Apprise. The exit code is 0 if every URL accepted it."""
-    given = json.load(sys.stdin)
-    try:
-        import apprise
-    except ImportError:
-        sys.exit("Apprise is not installed: pip install 'robust-train[notify]'")
-    logging.disable(logging.CRITICAL)  # its lines may name parts of a URL
-    failed = []
-    for number, url in enumerate(given["urls"], start=1):
-        target = apprise.Apprise()
-        is_sent = False
-        with contextlib.suppress(Exception):
-            is_sent = target.add(url) and bool(target.notify(given["body"], given["title"]))
-        if not is_sent:
-            scheme, separator, _ = url.partition("://")
-            failed.append(f"{scheme if separator else 'no scheme'} (URL {number})")
-    if failed:
-        sys.exit(f"not delivered: {', '.join(failed)}")
-
-
-if __name__ == "__main__":
-    main()
+def _notice_of(event: Event, state: RunState) -> Notice | None:
+    """Return the notice about an event, None if it has none."""
+    match event:
+        case CheckpointFailed():
+            return Notice("disk", f": no checkpoint could be saved: {event.reason}")
+        case AttemptEnded(record=Attempt(kind=FailureKind.DISK_FULL) as record):
+            return Notice("disk", f": {record.message}")
+    attempt = None if state.attempt is None else state.attempt.number
+    return event.notice(attempt)

@@ -8,7 +8,7 @@ import subprocess
 from argparse import Namespace
 from pathlib import Path
 
-from robust_train.children.detach import OUTPUT_FILE, past_logout
+from robust_train.children.detach import OUTPUT_FILE, find_logout_protection
 from robust_train.cli.command import Answer
 from robust_train.cli.commands import COMMANDS
 from robust_train.cli.main import OVERRIDE, split
@@ -184,7 +184,7 @@ def _ended_by_itself(run: KnownRun) -> bool:
 
 def _start(command: str, output: Path) -> None:
     """Start a command that outlives this process and the user's session."""
-    prefix, _ = past_logout()
+    prefix, _ = find_logout_protection()
     with output.open("ab") as file:
         subprocess.Popen(
             [*prefix, *_words_of(command)],

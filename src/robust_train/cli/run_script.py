@@ -147,7 +147,7 @@ def _run(arguments: Namespace, values: dict[str, Json]) -> int:
         hide_urls(cfg)
         config = checked(cfg)
         check_command(config)
-        if detach.is_due(config):
+        if detach.must_detach(config):
             return detach.start()
         plan = plan_launch(None, cfg, arguments.run_dir)
         # it locks the run folder; until then nothing is written, because a live job may hold it

@@ -54,7 +54,7 @@ def init(arguments: Namespace) -> Answer:
 
 def notify(arguments: Namespace) -> Answer:
     """Send a notification as a job with these keys would."""
-    from robust_train.children.notifier import Notifier, notifications
+    from robust_train.children.notifier import Notifier, notify_settings
     from robust_train.config.checks import checked, hide_urls
     from robust_train.config.refusals import REFUSALS, composed, explain
     from robust_train.config.values import URLS_VARIABLE
@@ -65,7 +65,7 @@ def notify(arguments: Namespace) -> Answer:
         cfg = composed(overrides)
         environ = dict(os.environ)
         hide_urls(cfg, environ)
-        settings = notifications(checked(cfg).notify, environ)
+        settings = notify_settings(checked(cfg).notify, environ)
     except REFUSALS as error:
         problem = explain(error, "robust", overrides)
         raise UsageError(problem) from error

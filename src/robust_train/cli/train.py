@@ -217,7 +217,7 @@ def _open(
         overrides = ["++" * argument.startswith("robust.") + argument for argument in arguments]
         sys.argv[1:] = overrides
         more.append(_RECORD_SWEEPS)
-    sys.argv[1:] = compat.with_overrides(sys.argv[1:], more)
+    sys.argv[1:] = compat.add_overrides(sys.argv[1:], more)
     session.sets_exit_code = True
     session.arguments = arguments
     session.check = jobs.check if name else None
@@ -230,9 +230,11 @@ def _open(
     composes_once = bool(name) and not may_set_mode(arguments)
     code = 0
     try:
-        with compat.mode_of_command_line() if composes_once else contextlib.nullcontext():
+        with compat.skip_mode_lookup() if composes_once else contextlib.nullcontext():
             hydra.main(
-                **compat.for_hydra(version_base), config_path=config_path, config_name=config_name
+                **compat.version_base_options(version_base),
+                config_path=config_path,
+                config_name=config_name,
             )(task)()
     except KeyboardInterrupt as error:  # JobInterrupted among them
         code = getattr(error, "exit_code", 130)

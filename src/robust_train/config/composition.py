@@ -17,7 +17,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from robust_train.compat import register_resolver, set_nodes, typed_nodes
+from robust_train.compat import nodes_of, register_resolver, set_nodes
 from robust_train.config.checks import refuse_values_of_groups, unknown
 from robust_train.config.keys import Group, Key, group_of, schema
 from robust_train.config.projects import GROUP, defaults_for_theirs, is_theirs, ours
@@ -55,7 +55,7 @@ def group_node(group: Group) -> DictConfig:
 def _nodes_of(group: Group) -> dict[str, Any]:
     @cache
     def typed(owner: type) -> dict[str, object]:
-        return typed_nodes(OmegaConf.structured(owner))
+        return nodes_of(OmegaConf.structured(owner))
 
     nodes: dict[str, Any] = {}
     for name, member in group.members.items():
@@ -74,7 +74,7 @@ def _untyped_node(key: Key) -> object:
     if isinstance(value, tuple):
         # OmegaConf 2.4 keeps a tuple, which a user's list could not replace.
         value = list(value)
-    return typed_nodes(OmegaConf.create({"value": value}))["value"]
+    return nodes_of(OmegaConf.create({"value": value}))["value"]
 
 
 def register() -> None:

@@ -16,7 +16,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from robust_train.compat import for_hydra, unknown_to_hydra
+from robust_train.compat import unknown_to_hydra, version_base_options
 from robust_train.config.search_path import OURS
 from robust_train.model.errors import (
     EXIT_BAD_CONFIG,
@@ -208,7 +208,7 @@ def composed(
     is_module = module != folder
     start = initialize_config_module if is_module else initialize_config_dir
     try:
-        with start(module, **for_hydra("1.3")):
+        with start(module, **version_base_options("1.3")):
             return compose(config_name, overrides=list(overrides))
     finally:
         GlobalHydra.instance().hydra = running

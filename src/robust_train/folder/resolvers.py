@@ -19,7 +19,7 @@ from typing import Any
 
 from omegaconf import Container, OmegaConf
 
-from robust_train.compat import resolvers_replaced
+from robust_train.compat import intercept_resolvers
 from robust_train.files import read_object, write_json
 from robust_train.folder.identity import read_identity
 from robust_train.folder.secrets import public_command
@@ -56,7 +56,7 @@ class Resolvers:
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
         """Make resolvers return their first values again within the ``with`` block."""
-        with resolvers_replaced(self._evaluate):
+        with intercept_resolvers(self._evaluate):
             yield
 
     def _evaluate(

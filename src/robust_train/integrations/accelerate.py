@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from robust_train.attempt.last_save import save_last_again
 from robust_train.attempt.run import Run, live_of
-from robust_train.compat import prepared_schedulers
+from robust_train.compat import schedulers_of
 from robust_train.integrations.sample_order import StepShares, take_over
 from robust_train.integrations.steering import (
     Steps,
@@ -100,7 +100,7 @@ class RobustLoop:
             self.samples = min(self.samples + passes_over, self._order.samples)
         if self.run.world_size > 1:
             # A batch is a step, so accelerate must not step the scheduler once for each rank.
-            for scheduler in prepared_schedulers(self.accelerator):
+            for scheduler in schedulers_of(self.accelerator):
                 scheduler.split_batches = True
         self._total = count * -(-self._order.samples // self._effective)
         self.run.started(self.step)

@@ -108,7 +108,7 @@ def _fit(
     _check(trainer, cfg, run)
     if run.world_size == 1:
         # DDP on one device would put one of its own in place of our order
-        compat.leave_samplers(trainer)
+        compat.keep_samplers(trainer)
     if run.should_stop():
         raise TrainingStopped("stopped before the first step")
     _accumulate(trainer, model, cfg.training.gradient_accumulation_steps, run)
@@ -177,7 +177,7 @@ def adopted_fit(cfg: DictConfig, run: Run) -> Iterator[None]:
                 _accumulate(trainer, model, steps, run)
         elif run.world_size == 1 and compat.starts_ranks_itself(trainer):
             reason = f"Trainer: starts {trainer.world_size} processes of its own"
-        elif not compat.searches(trainer):
+        elif not compat.belongs_to_tuner(trainer):
             with Words(live_of(run).their_keys).of_errors():
                 if reason is None:
                     fit = partial(fit_of_lightning, trainer)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler
 
 from robust_train.attempt.run import Run, live_of
-from robust_train.compat import LATEST, accumulates_now, logged_by
+from robust_train.compat import LATEST, accumulates_now, values_logged_by
 from robust_train.integrations.sample_order import SampleOrder
 from robust_train.integrations.steering import InStep, OpenStep, lightning
 from robust_train.step.copies import is_small
@@ -271,7 +271,7 @@ class _Logs:
     @contextlib.contextmanager
     def part(self, part: Part) -> Iterator[_OfPart]:
         """Yield an object that collects what a part of a batch logs within the block."""
-        results = logged_by(self._trainer)
+        results = values_logged_by(self._trainer)
         logged = _OfPart(len(part))
         if not part.start and not part.is_whole:
             self._states = {id(metric): _states_of(metric) for metric in self._metrics}
@@ -286,7 +286,7 @@ class _Logs:
     @contextlib.contextmanager
     def unheard(self) -> Iterator[None]:
         """Log nothing within the block, for a pass that only checks something."""
-        results = logged_by(self._trainer)
+        results = values_logged_by(self._trainer)
         if results is None:
             yield
             return
@@ -298,7 +298,7 @@ class _Logs:
 
     def log(self, outcomes: _Outcomes) -> None:
         """Log the values of a batch's parts, each once."""
-        results = logged_by(self._trainer)
+        results = values_logged_by(self._trainer)
         parts = [part for (_, part), _ in outcomes]
         for key in dict.fromkeys(key for part in parts for key in part.values):
             logging_parts = [part for part in parts if key in part.values]

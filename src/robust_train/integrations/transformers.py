@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 from robust_train.attempt.checkpoint_errors import run_on_all_ranks
 from robust_train.attempt.last_save import save_last_again, settle_by_best
 from robust_train.attempt.run import Run, live_of
-from robust_train.compat import load_best, save_trainer, saving_through
+from robust_train.compat import intercept_saves, load_best, save_trainer
 from robust_train.config.trainers import require
 from robust_train.folder.checkpoints import is_whole
 from robust_train.integrations.sample_order import SampleOrder, order_of_epochs
@@ -100,7 +100,7 @@ def fit(trainer: Any, *, cfg: DictConfig, run: Run, metric: str | None = None) -
         trainer.args.logging_nan_inf_filter = False
     callback = TransformersCallback(cfg, run)
     trainer.add_callback(callback)
-    saving_through(trainer, lambda write: callback.save(write, trainer.args, trainer.state))
+    intercept_saves(trainer, lambda write: callback.save(write, trainer.args, trainer.state))
     recover_in_steps(trainer, run)
     train_on = trainer.training_step
 

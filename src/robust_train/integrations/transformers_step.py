@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from robust_train.attempt.run import Run, live_of
 from robust_train.compat import (
     TOKENS_SEEN,
-    logged_of_passes,
-    prepared_inputs,
-    prepares_inputs_itself,
+    figures_of_passes,
+    has_own_inputs,
+    prepare_inputs,
     shifts_labels,
 )
 from robust_train.integrations.steering import InStep, OpenStep, framework
@@ -198,7 +198,7 @@ class TrainersLoss:
         logged = LoggedOfPasses(self._trainer)
         try:
             with self._trainer.compute_loss_context_manager():
-                inputs = prepared_inputs(self._trainer, data)
+                inputs = prepare_inputs(self._trainer, data)
                 loss: Tensor = self._compute(model, inputs, num_items_in_batch=items)
         finally:
             logged.restore()
@@ -211,13 +211,13 @@ class LoggedOfPasses:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._lists = {}
-        for mode, lists in logged_of_passes(trainer).items():
+        for mode, lists in figures_of_passes(trainer).items():
             self._lists[mode] = {name: list(values) for name, values in lists.items()}
         self._tokens = getattr(trainer, TOKENS_SEEN, None)
 
     def restore(self) -> None:
         """Go back to this moment."""
-        for mode, lists in logged_of_passes(self._trainer).items():
+        for mode, lists in figures_of_passes(self._trainer).items():
             lists.clear()
             lists.update((name, list(values)) for name, values in self._lists.get(mode, {}).items())
         if self._tokens is not None:
@@ -225,7 +225,7 @@ class LoggedOfPasses:
 
     def join(self, weights: Sequence[float]) -> None:
         """Merge the values that passes with these ``weights`` have added since."""
-        for mode, lists in logged_of_passes(self._trainer).items():
+        for mode, lists in figures_of_passes(self._trainer).items():
             for name, values in lists.items():
                 count = len(self._lists.get(mode, {}).get(name, ()))
                 added = values[count:]
@@ -359,7 +359,7 @@ class _Passes:
         except BaseException:
             before.restore()
             raise
-        if not logged_of_passes(self._trainer) or part.is_whole:
+        if not figures_of_passes(self._trainer) or part.is_whole:
             return
         self._weights.append(_next_tokens(part.data))
         if part.is_last:
@@ -394,6 +394,6 @@ def _why_not(trainer: Any) -> str | None:
         return "parallelism_config: the ranks share a sample"
     if args.torch_compile and args.torch_compile_mode in ("reduce-overhead", "max-autotune"):
         return f"torch_compile_mode={args.torch_compile_mode} captures CUDA graphs"
-    if prepares_inputs_itself(trainer, _transformers.Trainer):
+    if has_own_inputs(trainer, _transformers.Trainer):
         return f"{type(trainer).__name__}._prepare_inputs makes batches of its own"
     return None

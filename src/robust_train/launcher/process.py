@@ -16,7 +16,12 @@ from dataclasses import replace
 
 from omegaconf import DictConfig
 
-from robust_train.children.interpreters import Interpreter, Interpreters, preparation, take_early
+from robust_train.children.interpreters import (
+    Interpreter,
+    Interpreters,
+    request_imports,
+    take_early,
+)
 from robust_train.config.attempt import AttemptRequest, Preparation, early_imports
 from robust_train.config.trainers import TrainerRef
 from robust_train.failures.exits import signal_of
@@ -144,7 +149,7 @@ class ProcessExecutor:
                 wanted = self._build_preparation()
                 if interpreter.is_asked:
                     # It stops importing after the current module; the trainer imports the rest.
-                    wanted = preparation(())
+                    wanted = request_imports(())
                 interpreter.prepare(wanted)
             interpreters.await_prepared(ready, tick)
             unfit = [interpreter for interpreter in ready if interpreter.is_unfit]
@@ -185,7 +190,7 @@ class ProcessExecutor:
         self._standby_bytes = imported.resident_bytes * self._ranks
         if self._has_standby:
             self._has_seen_gpus |= bool(request.spec.gpus)
-            self._prepare_next(preparation(self._modules, is_standby=True))
+            self._prepare_next(request_imports(self._modules, is_standby=True))
 
     def _end_standbys_if_memory_is_short(self) -> None:
         waiting = self._interpreters.waiting
@@ -250,7 +255,7 @@ class ProcessExecutor:
 
     def _build_preparation(self) -> Preparation:
         """Return what an interpreter imports before its attempt: modules, and our own trainer."""
-        wanted = preparation(self._modules)
+        wanted = request_imports(self._modules)
         if self._trainer.is_ours:
             wanted = replace(wanted, trainer=self._trainer, cfg=self._cfg)
         return wanted

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from robust_train.compat import steps_in_backward, version_of
+from robust_train.compat import has_step_in_backward, version_of
 from robust_train.step.reachable import modules_of
 
 
@@ -184,7 +184,7 @@ class GradientsBefore:
     def has_optimizer_in_backward(self) -> bool:
         """Whether an optimizer steps within the backward passes of the call."""
         parameters = (before.parameter() for before in self._before.values())
-        return any(map(steps_in_backward, parameters))
+        return any(map(has_step_in_backward, parameters))
 
     @property
     def weights_were_written(self) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from robust_train.compat import modules_below, steps_in_backward, tensors_of
+from robust_train.compat import has_step_in_backward, modules_below, tensors_of
 from robust_train.step.attributes import Attributes
 from robust_train.step.rng import generators_in
 
@@ -158,7 +158,7 @@ def why_not_again(model: nn.Module) -> str | None:
     If an optimizer steps within the backward pass, weights have changed before memory runs out.
     """
     for name, parameter in model.named_parameters():
-        if steps_in_backward(parameter):
+        if has_step_in_backward(parameter):
             return (
                 f"{name} has a hook for its gradient (register_post_accumulate_grad_hook), as for "
                 f"an optimizer that {STEPS_IN_BACKWARD}"

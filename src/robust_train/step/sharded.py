@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from robust_train.compat import (
     collectives_begun,
     has_own_collectives,
-    noted_collectives,
     reset_sharding,
     sharding_has_begun,
+    wrap_collectives,
 )
 from robust_train.model.errors import UserError
 
@@ -157,7 +157,7 @@ class Ledger:
             module.reshard()
         _refuse(model, modules)
         for module in modules:
-            gather, scatter = noted_collectives(self._record)
+            gather, scatter = wrap_collectives(self._record)
             module.set_custom_all_gather(gather)
             module.set_custom_reduce_scatter(scatter)
         self._records.clear()

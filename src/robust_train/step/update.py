@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from robust_train.compat import (
-    deciding_on_host,
+    can_skip_on_device,
+    decide_on_host,
     found_overflow,
     leave_out_if,
     overflow_figures,
     signature_as_written,
-    skips_on_device,
     total_norm,
 )
 from robust_train.model.errors import UserError
@@ -170,7 +170,7 @@ def update(
     if scales:
         waits = True
         moved, left_out = _step_scaled(optimizer, scaler)
-    elif is_bad is not None and skips_on_device(optimizer):
+    elif is_bad is not None and can_skip_on_device(optimizer):
         waits = True
         left_out = is_bad
         with leave_out_if(optimizer, is_bad):
@@ -190,7 +190,7 @@ def _step_scaled(optimizer: torch.optim.Optimizer, scaler: Any) -> tuple[bool, T
         Whether the weights have changed, as far as the host knows, and the figure that shows
         whether the device has skipped the update. The figure is None if the host decides.
     """
-    if skips_on_device(optimizer):
+    if can_skip_on_device(optimizer):
         figures = overflow_figures(scaler, optimizer)
         left_out = _any_of(figures) if figures else None
         scaler.step(optimizer)
@@ -198,7 +198,7 @@ def _step_scaled(optimizer: torch.optim.Optimizer, scaler: Any) -> tuple[bool, T
         return True, left_out
     overflows = found_overflow(scaler, optimizer)
     before = scaler.get_scale() if overflows is None else 0.0
-    with deciding_on_host(optimizer):
+    with decide_on_host(optimizer):
         scaler.step(optimizer)
     scaler.update()
     if overflows is None:

@@ -36,7 +36,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
 from robust_train.children.interpreters import discard_early, start_early
-from robust_train.compat import returned_or_raised
+from robust_train.compat import unwrap_job_return
 from robust_train.config.checks import unchecked
 from robust_train.config.refusals import REFUSALS, explain_job
 from robust_train.config.schema import RobustConfig
@@ -298,7 +298,7 @@ class GpuQueue:
             discard_early()
         if result.status is JobStatus.COMPLETED:
             return 0
-        traceback.print_exception(returned_or_raised(result))
+        traceback.print_exception(unwrap_job_return(result))
         return 1
 
     def _poll(self, live: LiveLines) -> None:

@@ -30,7 +30,7 @@ from optuna.pruners import NopPruner
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from robust_train.compat import running_trial, suggest
+from robust_train.compat import open_trial, suggest
 from robust_train.folder.secrets import public_command
 from robust_train.model.errors import EXIT_TRY_LATER, ConfigError
 from robust_train.model.events import ValueReported
@@ -157,7 +157,7 @@ class Search(Jobs):
         ]
         if left:
             self._study.sampler = self._sampler(left[0].number)
-            trial: Trial = running_trial(self._study, left[0])
+            trial: Trial = open_trial(self._study, left[0])
         elif len(trials) < self._settings.n_trials:
             self._study.sampler = self._sampler(len(trials))
             trial = self._study.ask()

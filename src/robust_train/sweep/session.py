@@ -32,8 +32,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from robust_train.children import detach
-from robust_train.children.notifier import Notifier, notifications
-from robust_train.compat import returned_or_raised
+from robust_train.children.notifier import Notifier, notify_settings
+from robust_train.compat import unwrap_job_return
 from robust_train.config.checks import hide_urls, unchecked
 from robust_train.config.projects import Words, their_keys
 from robust_train.config.schema import RobustConfig
@@ -276,10 +276,10 @@ class HydraSession:
             )
         os.environ[SWEEP_VARIABLE] = id_
         remember_mask(os.environ)
-        notifier = Notifier(notifications(unchecked(config).notify, os.environ))
+        notifier = Notifier(notify_settings(unchecked(config).notify, os.environ))
         self.sweep = Sweep(table, folder, lock, notifier)
         self.exit_code = 0
-        detach.has_begun(folder, detach.sweep_text(folder))
+        detach.report_start(folder, detach.sweep_text(folder))
         # a project with a command of its own gets its table also when a job's error ends the sweep
         atexit.register(self.finish)
 
@@ -382,7 +382,7 @@ class SweepCallback(Callback):
         session.restore_arguments()
         hide_urls(config)
         guest = guest_rank(os.environ)
-        detaches = detach.is_due(unchecked(config))
+        detaches = detach.must_detach(unchecked(config))
         try:
             if guest is not None and detaches:
                 problem = f"detach=true: not as a rank of {guest.engine}; leave it out"
@@ -406,7 +406,7 @@ class SweepCallback(Callback):
         try:
             if not detach.is_detached:
                 check_jobs(config, session.check)
-            if detach.is_due(unchecked(config)):
+            if detach.must_detach(unchecked(config)):
                 raise SystemExit(detach.start())
             session.begin(config)
         except ConfigError as error:
@@ -450,7 +450,7 @@ class SweepCallback(Callback):
         note_ended_earlier(None)
         if session.job is None:
             return
-        end = returned_or_raised(job_return)
+        end = unwrap_job_return(job_return)
         if job_return.status is JobStatus.COMPLETED:
             session.job_ended(Status.COMPLETED, 0, result=plain(end))
         else:

@@ -84,17 +84,17 @@ def test_an_interrupted_start_ends_the_job_too(tmp_path, monkeypatch, signum):
 def test_a_detached_job_survives_the_users_logout(tmp_path, monkeypatch):
     """If a logout kills, the job gets a systemd scope, or its user a line that says what to do."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert detach.past_logout() == ([], ""), "no systemd"
+    assert detach.find_logout_protection() == ([], ""), "no systemd"
     for answer in ("b false", "b true"):
         (tmp_path / "busctl").write_text(f"#!/bin/sh\necho {answer}\n")
         (tmp_path / "busctl").chmod(0o755)
-        assert (detach.past_logout() == ([], "")) is (answer == "b false")
-    prefix, note = detach.past_logout()
+        assert (detach.find_logout_protection() == ([], "")) is (answer == "b false")
+    prefix, note = detach.find_logout_protection()
     assert prefix == []
     assert "systemd-run --user --scope" in note
     (tmp_path / "systemd-run").write_text("#!/bin/sh\nexit 0\n")
     (tmp_path / "systemd-run").chmod(0o755)
-    prefix, note = detach.past_logout()
+    prefix, note = detach.find_logout_protection()
     assert prefix[:3] == ["systemd-run", "--user", "--scope"]
     assert "loginctl enable-linger" in note
 

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from attempts import gpu
 from robust_train import ConfigError, launch
 from robust_train.children import notifier as module
-from robust_train.children.notifier import Notifier, notifications, sentence
+from robust_train.children.notifier import Notifier, describe_event, notify_settings
 from robust_train.config.checks import checked, hide_urls
 from robust_train.config.composition import complete
 from robust_train.config.schema import NotifyConfig
@@ -84,7 +84,7 @@ def test_each_event_has_its_line():
         ("failed", broken, "failed after 1 min: CUDA error there"),
         ("waiting", WAITING, "has waited 1 min: GPU 0 is taken"),
     ):
-        assert sentence(event, state, 0.5, 1060.0) == f"lora on gpu1 {line}"
+        assert describe_event(event, state, 0.5, 1060.0) == f"lora on gpu1 {line}"
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ def test_urls_are_those_of_one_launch():
     for urls in ([URL], []):
         cfg, environ = complete({"notify": {"urls": urls or None}}), dict[str, str]()
         hide_urls(cfg, environ)
-        assert notifications(checked(cfg).notify, environ).urls == tuple(urls)
+        assert notify_settings(checked(cfg).notify, environ).urls == tuple(urls)
 
 
 def test_a_launched_job_notifies_and_leaks_no_url(tmp_path, capfd, monkeypatch, posted):

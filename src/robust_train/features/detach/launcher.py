@@ -17,4 +17,4 @@ class Detach(InLauncher):
         if isinstance(event, WaitStatus | AttemptStarted):
             state = self.job.state
             folder = self.job.plan.run_dir
-            detach.has_begun(folder, detach.job_text(state.id, state.name, folder))
+            detach.report_start(folder, detach.job_text(state.id, state.name, folder))

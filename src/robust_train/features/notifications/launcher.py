@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from robust_train.children.notifier import Notifier, notifications
+from robust_train.children.notifier import Notifier, notify_settings
 from robust_train.launcher.hooks import InLauncher, JobView, Pause
 from robust_train.model.attempt import Attempt
 from robust_train.model.events import Event
@@ -14,7 +14,7 @@ class Notifications(InLauncher):
     def __init__(self, job: JobView) -> None:
         super().__init__(job)
         plan = job.plan
-        self._notifier = Notifier(notifications(plan.config.notify, plan.environ))
+        self._notifier = Notifier(notify_settings(plan.config.notify, plan.environ))
 
     def event(self, event: Event, attempt: Attempt | None) -> None:
         """Notify of an event, and of the state after it."""
