@@ -171,7 +171,7 @@ def test_all_are_those_that_no_one_has_ended(here, says):
     wait_until(lambda: status()["killed"] == "completed", "it continues in the background")
     wait_until(lambda: not any(run.alive for run in find_runs()), "its launcher has ended")
     assert status()["stopped by its user"] == "interrupted"
-    assert says("resume", "--all").out == "nothing is to be resumed\n"
+    assert says("resume", "--all").out == "there is nothing to resume\n"
     assert "has completed" in says("resume", "killed", code=1).err
 
 

@@ -29,16 +29,16 @@ from robust_train.attempt.runner import run_attempt
 from robust_train.attempt.signals import stop_on_signals
 from robust_train.compat import run_exit_handlers, when_cuda_starts
 from robust_train.config.attempt import AttemptRequest, Begin, Preparation, for_rank
-from robust_train.config.projects import Words
 from robust_train.config.trainers import MAIN_MODULE
+from robust_train.config.words import Words
 from robust_train.failures.shortage import no_room_to_import
 from robust_train.gpu.cuda_order import started_driver
 from robust_train.host import linux, signals
 from robust_train.host.job_logging import adopt_hydra
-from robust_train.host.linux import FOREVER_SECONDS, readable
-from robust_train.host.loggers import change_words, speak_as_rank
-from robust_train.host.memory import own_memory
-from robust_train.host.screen import flush_output
+from robust_train.host.linux import FOREVER_SECONDS, wait_until_readable
+from robust_train.host.loggers import change_words, show_only_warnings_of_rank
+from robust_train.host.memory import read_own_memory
+from robust_train.host.streams import flush_output
 from robust_train.host.votes import Votes
 from robust_train.host.wire import EventSender
 from robust_train.model.errors import ConfigError
@@ -68,10 +68,10 @@ def main() -> NoReturn:
     """Serve a launcher: prepare, then run an attempt and end."""
     # A signal to all processes of a job is held until the attempt can handle it.
     signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOP_SIGNALS)
-    signals.keep_ends_of_children()
+    signals.keep_exit_status_of_children()
     starter, descriptor = (int(number) for number in sys.argv[1:])
     # The reaper sends the same signal, and kills what is left.
-    linux.signal_at_parents_death(signals.stop_signal(os.environ))
+    linux.signal_at_parents_death(signals.choose_stop_signal(os.environ))
     if os.getppid() != starter:
         os._exit(1)
     # A trainer that is pickled by value finds its names here, and no library imports this module
@@ -116,7 +116,7 @@ def _receive(channel: socket.socket) -> list[int]:
         Its descriptors, the first of which is the file with the message. Empty if the launcher has
         closed the channel.
     """
-    readable([channel.fileno()], FOREVER_SECONDS)
+    wait_until_readable([channel.fileno()], FOREVER_SECONDS)
     try:
         data, descriptors, _, _ = socket.recv_fds(channel, 1, _MOST_DESCRIPTORS)
     except ConnectionResetError:
@@ -145,7 +145,7 @@ def _prepare(wanted: Preparation, channel: socket.socket) -> Prepared:
         pause = 0.0
         with _silence():
             for name in names:
-                if readable([channel.fileno()], pause):
+                if wait_until_readable([channel.fileno()], pause):
                     break
                 started = time.monotonic()
                 _import_one(name)
@@ -283,7 +283,7 @@ class _Reporter:
         modules = tuple(name for name in names if name not in _AT_THE_START)
         if len(modules) > self._reported:
             self._reported = len(modules)
-            self.send(LibrariesImported(modules, own_memory().get("VmRSS", 0)))
+            self.send(LibrariesImported(modules, read_own_memory().get("VmRSS", 0)))
 
 
 def _set_start_method(request: AttemptRequest) -> None:
@@ -348,7 +348,7 @@ def _run_rank(
     report.send.flush()
     if store is not None:
         # The launcher closes the channel when all other ranks have ended.
-        readable([channel.fileno()], FOREVER_SECONDS)
+        wait_until_readable([channel.fileno()], FOREVER_SECONDS)
     return 0
 
 
@@ -389,7 +389,7 @@ def set_up(rank: int, request: AttemptRequest) -> Any:
     import torch.distributed
 
     if rank:
-        speak_as_rank(rank)
+        show_only_warnings_of_rank(rank)
     if request.spec.gpus:
         # Trainers that say just "cuda" get this GPU.
         when_cuda_starts(torch, lambda: torch.cuda.set_device(rank))

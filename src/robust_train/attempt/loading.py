@@ -33,7 +33,7 @@ from robust_train.config.trainers import (
 )
 from robust_train.failures.shortage import no_room_to_import
 from robust_train.model.errors import ConfigError, UserError
-from robust_train.readable import meant, named_line
+from robust_train.readable import named_line, suggest
 
 Trainer = Callable[..., Any]
 
@@ -251,7 +251,7 @@ def support_of(trainer: object, has_read: Callable[[str], bool]) -> Callable[[st
         return lambda feature: has_read(_READS[feature])
     for name in declared:
         if name not in _READS:
-            raise UserError(f"supports={name!r}: no such feature; {meant(str(name), _READS)}")
+            raise UserError(f"supports={name!r}: no such feature; {suggest(str(name), _READS)}")
     return frozenset(declared).__contains__
 
 

@@ -54,7 +54,7 @@ class Stops:
 
     def _sees_stop(self) -> bool:
         self.is_cooperative = True
-        return bool(self._flags.look(STOP, self._rank))
+        return bool(self._flags.read_flag(STOP, self._rank))
 
     def note_saving(self) -> None:
         """Record that the trainer saves on request."""
@@ -74,7 +74,7 @@ class Stops:
         if self._checkpoint_answers or (self._promised and not is_writing):
             self.raise_checkpoint()
         before = self._checkpoint_flag_seen
-        self._checkpoint_flag_seen = self._flags.look(CHECKPOINT, self._rank)
+        self._checkpoint_flag_seen = self._flags.read_flag(CHECKPOINT, self._rank)
         is_due = self._checkpoint_flag_seen > before
         if self._sees_stop() and not self._saves_last:
             self._saves_last = True

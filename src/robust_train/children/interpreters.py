@@ -25,15 +25,15 @@ from robust_train.host import reaper
 from robust_train.host.linux import (
     TICK_SECONDS,
     become_subreaper,
-    children,
     collect,
     job_mark,
     kill_descendants,
-    readable,
+    list_children,
     set_mark,
     shared_machine_environment,
+    wait_until_readable,
 )
-from robust_train.host.signals import ORPHAN_GRACE_SECONDS, STOP_SIGNALS, stop_signal
+from robust_train.host.signals import ORPHAN_GRACE_SECONDS, STOP_SIGNALS, choose_stop_signal
 from robust_train.host.wire import read_events, send_file
 from robust_train.model.errors import ConfigError
 from robust_train.model.events import Event, Prepared
@@ -155,7 +155,7 @@ class Interpreters:
         with open(theirs, "rb"), open(reaper.__file__, "rb") as file:
             program = [base_executable(), "-I", "-S"]
             words = [f"/dev/fd/{file.fileno()}", theirs, self._owner]
-            words += [int(stop_signal(os.environ)), ORPHAN_GRACE_SECONDS]
+            words += [int(choose_stop_signal(os.environ)), ORPHAN_GRACE_SECONDS]
             words += map(int, STOP_SIGNALS)
             self._reaper = self._start(
                 program + [str(word) for word in words],
@@ -228,7 +228,7 @@ class Interpreters:
             if interpreter.is_running and interpreter.answers_due
         ]:
             channels = [interpreter.channel.fileno() for interpreter in pending]
-            readable(self.pump.descriptors + channels, TICK_SECONDS)
+            wait_until_readable(self.pump.descriptors + channels, TICK_SECONDS)
             self.poll()
             for interpreter in pending:
                 list(interpreter.read())
@@ -237,7 +237,7 @@ class Interpreters:
     def collect_orphans(self) -> None:
         """Collect what interpreters have left behind and has ended: this process adopts it."""
         pids = [interpreter.pid for interpreter in self._uncollected]
-        for child in children():
+        for child in list_children():
             with contextlib.suppress(psutil.Error):
                 has_ended = child.status() == psutil.STATUS_ZOMBIE
                 if has_ended and child.pid not in pids and self._is_ours(child):

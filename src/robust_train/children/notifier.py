@@ -33,7 +33,7 @@ from robust_train.folder.state import RunState, read_summary
 from robust_train.model.attempt import Attempt, AttemptEnded
 from robust_train.model.events import CheckpointFailed, CheckpointSaved, Event, Json, Notice
 from robust_train.model.failure import FailureKind
-from robust_train.readable import duration, shortened
+from robust_train.readable import duration, shorten
 
 log = logging.getLogger("robust_train")
 
@@ -74,16 +74,16 @@ def sentence(event: str, state: RunState, result: Json, now: float) -> str:
     """Return the line of text about a state that is an event."""
     job = f"{state.name} on {state.host}"
     spent = duration(state.seconds(now))
-    reason = shortened(state.reason or "", 300)
+    reason = shorten(state.reason or "", 300)
     match event:
         case "completed":
-            outcome = reason if result is None else shortened(str(result), 200)
+            outcome = reason if result is None else shorten(str(result), 200)
             result_or_reason = f": {outcome}" if outcome else ""
             return f"{job} completed in {spent}{result_or_reason}"
         case "cpu":
             return f"{job} trains on the CPU now, which may take far longer"
         case "waiting":
-            why = shortened(str((state.waiting or {}).get("reason", "")), 300)
+            why = shorten(str((state.waiting or {}).get("reason", "")), 300)
             return f"{job} has waited {duration(max(now - state.since, 0.0))}: {why}"
     what = "was interrupted" if event == "interrupted" else "failed"
     return f"{job} {what} after {spent}: {reason or state.state}"
@@ -175,7 +175,7 @@ class Notifier:
         """Begin to deliver a notification, if its event is asked for."""
         if event not in self._settings.on and event != "test":
             return
-        text = shortened(text, 1000)
+        text = shorten(text, 1000)
         content = strict_json({"event": event, "text": text, "time": time.time(), **about})
         command = self._settings.command
         urls = self._settings.urls
@@ -269,7 +269,7 @@ class _Delivery:
                 return ""
             errors.seek(max(errors.seek(0, os.SEEK_END) - _MOST_ERROR_BYTES, 0))
             lines = errors.read().decode(errors="replace").strip().splitlines()
-        return shortened(lines[-1], 300) if lines else f"exit code {process.returncode}"
+        return shorten(lines[-1], 300) if lines else f"exit code {process.returncode}"
 
 
 def main() -> None:

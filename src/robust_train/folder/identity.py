@@ -31,7 +31,7 @@ from robust_train.folder.provenance import changed_sources
 from robust_train.folder.state import read_summary
 from robust_train.model.errors import ConfigError, NoProgressError, limit_reached, unusable_folder
 from robust_train.model.events import SCHEMA, from_json
-from robust_train.readable import shortened
+from robust_train.readable import shorten
 
 log = logging.getLogger("robust_train")
 
@@ -165,14 +165,14 @@ def _check_progress(
         if changed:
             log.info(
                 "launches without a new checkpoint are counted anew, for files have changed: %s",
-                shortened(", ".join(changed), _LONGEST_NAMES),
+                shorten(", ".join(changed), _LONGEST_NAMES),
             )
             _change(run_dir, job.id, lambda identity: replace(identity, launches=0))
             return
         last = read_summary(run_dir)
         why = ""
         if last is not None and last.reason:
-            why = f" (the last: {shortened(last.reason, 160)})"
+            why = f" (the last: {shorten(last.reason, 160)})"
         if newest is None:
             why += ", and none was ever reported (a script's: --checkpoint)"
         raise NoProgressError(

@@ -257,7 +257,7 @@ class InlineDriver(HostDriver):
         from robust_train.launcher.inline import InlineExecutor, function_of
 
         # The user's imports may take any time, so a signal interrupts them.
-        with signals.handed_to(lambda signum: signals.raise_if_received()):
+        with signals.hand_signals_to(lambda signum: signals.raise_if_received()):
             function = function_of(self._plan.trainer, self._plan.trainer_ref)
         return InlineExecutor(lambda: function)
 

@@ -116,7 +116,7 @@ class InlineExecutor:
                 log.info("stopping: waiting for the trainer's last checkpoint")
                 ask_trainer()
 
-            with signals.handed_to(stop):
+            with signals.hand_signals_to(stop):
                 if signals.received:  # a signal came just before
                     stop(signals.received)
                 yield

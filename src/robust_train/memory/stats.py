@@ -268,7 +268,7 @@ def memory_in_use(*, context: bool = True) -> dict[str, int]:
     with contextlib.suppress(OSError, psutil.Error):
         return {
             "resident": host.resident_bytes(psutil.Process())[0],
-            "max_resident": host.largest_resident(),
+            "max_resident": host.read_largest_resident(),
         }
     return {}
 
@@ -385,7 +385,7 @@ def _now_and_peak(device: Any) -> tuple[str, int, int]:
     """Return the device, and its bytes in use now and at the peak."""
     gpu = cuda.started_gpu(device)
     if gpu is None:
-        memory = host.own_memory()
+        memory = host.read_own_memory()
         return "cpu", memory.get("VmRSS", 0), memory.get("VmHWM", 0)
     torch, index = gpu
     now = torch.cuda.memory_allocated(index)

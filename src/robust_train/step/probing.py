@@ -286,7 +286,7 @@ class Meter:
         return_memory(thorough=False)
         if self.index is None:
             host.reset_peak()
-            return host.own_memory().get("RssAnon", 0)
+            return host.read_own_memory().get("RssAnon", 0)
         torch.cuda.synchronize(self.index)
         torch.cuda.reset_peak_memory_stats(self.index)
         return torch.cuda.memory_allocated(self.index)
@@ -294,7 +294,7 @@ class Meter:
     def peak(self) -> int:
         """Return the most that was in use."""
         if self.index is None:
-            memory = host.own_memory()
+            memory = host.read_own_memory()
             # pages of libraries that were read meanwhile stay, so they are in the peak as well
             return memory.get("VmHWM", 0) - memory.get("RssFile", 0) - memory.get("RssShmem", 0)
         torch.cuda.synchronize(self.index)
@@ -303,7 +303,7 @@ class Meter:
     def limit(self) -> int:
         """Return the most that may be in use."""
         if self.index is None:
-            return host.own_memory().get("RssAnon", 0) + host.room_left()
+            return host.read_own_memory().get("RssAnon", 0) + host.read_available_bytes()
         free, total = torch.cuda.mem_get_info(self.index)
         # the allocator's limit by memory.fraction; torch before 2.8 does not say
         get_fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda index: 1.0)

@@ -35,7 +35,7 @@ from robust_train.config.placeholders import (
     SplitRule,
     value_from,
 )
-from robust_train.files import LineFile, plain
+from robust_train.files import LineFile, to_plain
 from robust_train.folder.trackers import TrackerNote
 from robust_train.host.linux import release_blocks
 from robust_train.model import events
@@ -94,7 +94,7 @@ def parse(line: str) -> events.Event | Result:
     if not isinstance(data, dict) or not isinstance(data.get("event"), str):
         raise NotUnderstoodError('not an object with a name under "event"')
     name = data["event"]
-    fields = {key: plain(value) for key, value in data.items() if key not in _ADDED_FIELDS}
+    fields = {key: to_plain(value) for key, value in data.items() if key not in _ADDED_FIELDS}
     if name in _DOCUMENTED:
         return _documented(name, fields)
     if name == "result":
@@ -276,7 +276,7 @@ def appending_to(path: Path) -> ReportLine:
     def report(event: dict[str, events.Json]) -> None:
         # A launcher that has ended, or a full disk, must not end the script.
         with contextlib.suppress(OSError):
-            file.append((json.dumps(event, default=plain) + "\n").encode())
+            file.append((json.dumps(event, default=to_plain) + "\n").encode())
 
     return report
 

@@ -23,11 +23,11 @@ from robust_train.attempt.run import Run
 from robust_train.host.linux import (
     TICK_SECONDS,
     become_subreaper,
-    children,
     collect,
+    describe_processes,
     is_fork,
     kill_descendants,
-    named,
+    list_children,
     signal_at_parents_death,
 )
 from robust_train.model.errors import ConfigError
@@ -57,7 +57,7 @@ class Program:
     ) -> None:
         become_subreaper()
         self._stop_signal = stop_signal
-        self._not_ours = {child.pid for child in children()}
+        self._not_ours = {child.pid for child in list_children()}
         self._asked: set[int] = set()
         # Whether it and all its descendants ended before a stop was requested.
         self.has_ended_by_itself = False
@@ -133,7 +133,7 @@ class Program:
     def _running(self) -> list[int]:
         """Return the script and its orphaned descendants; collect those that have ended."""
         self._process.poll()
-        pids = {child.pid for child in children()} - self._not_ours
+        pids = {child.pid for child in list_children()} - self._not_ours
         return [pid for pid in pids if pid == self.pid or collect(pid)]
 
     def _tell_of_background(self, left: Sequence[int]) -> None:
@@ -146,13 +146,13 @@ class Program:
             log.warning(
                 "the script ended while %s still ran, and it ends with the script: let the script "
                 "wait for it (without &, or with wait); --detach is for the background",
-                named(map(psutil.Process, left)),
+                describe_processes(map(psutil.Process, left)),
             )
 
     def _ask_to_stop(self, pids: Sequence[int]) -> None:
         """Send the stop signal to each once, with SIGCONT, because a stopped process would not get
         it."""
-        below = children(recursive=True)
+        below = list_children(recursive=True)
         # A shell waits for its child to end by this signal.
         if self._stop_signal == signal.SIGINT:
             pids = [*pids, *_run_by_shells(below)]
