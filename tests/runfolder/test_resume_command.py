@@ -64,7 +64,7 @@ def test_one_word_resumes_a_script_everywhere(here, tmp_path, says):
         state = next(here.rglob("state.json"))
         os.chown(state, ANOTHER_USER, -1)
         # a file of another user may name any command
-        assert "began this" in says("resume", "mine", code=1).err
+        assert "started this" in says("resume", "mine", code=1).err
         os.chown(state, 0, -1)
     environ = {**os.environ, "PLACE_OF_OUTPUT": "/other"}
     resumed = warm.robust_train("resume", "mine", environ=environ, cwd=tmp_path)
