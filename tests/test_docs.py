@@ -21,7 +21,7 @@ import proved
 import robust_train
 import warm
 from robust_train import current_run
-from robust_train.cli.main import find, parse
+from robust_train.cli.main import find_command, parse
 from robust_train.cli.run_script import values_of
 from robust_train.config.checks import checked
 from robust_train.folder.state import Summary
@@ -221,7 +221,7 @@ def test_every_command_parses(page):
             case [_, "train.py", *rest]:
                 _compose("config", rest)
             case ["robust-train", *rest]:
-                command, rest = find(rest[: rest.index(">")] if ">" in rest else rest)
+                command, rest = find_command(rest[: rest.index(">")] if ">" in rest else rest)
                 arguments = parse(command, rest)
                 if command.name == "run":
                     values_of(arguments)
@@ -257,7 +257,7 @@ def test_names_that_stay_exist():
     missing += {*names["functions"]} - {*robust_train.__all__}
     assert missing == []
     for command in names["commands"]:
-        find(command.split()[1:])
+        find_command(command.split()[1:])
     assert {recipe.removeprefix("just ") for recipe in names["recipes"]} <= _recipes()
     assert [*map(len, names.values())] == [16, 15, 6, 6], "none is taken off the list"
 

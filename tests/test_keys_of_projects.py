@@ -79,8 +79,8 @@ def test_of_several_batches_one_line_asks(config, keys):
     key = "robust.training.batch_size"
     with pytest.raises(ConfigError) as refused:
         complete(project(config))
-    asked = f"say which the training uses: '{key}=${{{first}}}'"
-    assert str(refused.value) == f"{key}: there are {keys}; {asked}"
+    asked = f"choose the key that the training uses: '{key}=${{{first}}}'"
+    assert str(refused.value) == f"{key}: the config has {keys}; {asked}"
 
 
 @pytest.mark.parametrize("name", ["loaders[0].batch_size", "loaders.0.batch_size"])

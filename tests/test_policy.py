@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from attempts import KEYS_OF_A_PROJECT, decided, failed, gpu, keys_at_the_root, policy, with_key
-from robust_train.config.projects import Words
+from robust_train.config.words import Words
 from robust_train.failures.advice import with_advice
 from robust_train.features.retry_rules.model import RetryKeys
 from robust_train.host import search
@@ -310,7 +310,7 @@ def test_an_exponential_pattern_is_skipped(monkeypatch, caplog):
         reason = reason_with("a" * 60 + "b\nx\ud800 nan", "(a+)+$", "x.*nan")
         assert reason.endswith("retry.rules[1]: stop")
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("retry.rules: message (a+)+$ is skipped: it takes more than 2 s")
+    assert line.startswith("retry.rules: message (a+)+$ is skipped: the search takes more than 2 s")
 
 
 def test_a_failing_search_is_skipped(monkeypatch, caplog):
@@ -318,4 +318,4 @@ def test_a_failing_search_is_skipped(monkeypatch, caplog):
     monkeypatch.setattr(search, "SEARCH", "raise SystemExit(3)")
     reason_with("out of nowhere", "nowhere")
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line == "retry.rules: message nowhere is skipped: its process ended with 3"
+    assert line == "retry.rules: message nowhere is skipped: the search process ended with 3"

@@ -1,6 +1,7 @@
 """robust-train: one command trains on whatever GPU memory a shared machine has.
 
-Importing this package imports neither torch nor Hydra; each name loads what it needs when used.
+This file is the public API. Importing it imports neither torch nor Hydra: each name imports its
+module when it is first used.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ __all__ = [
 ]
 # fmt: on
 
+# The public names of each module.
 _NAMES = {
     "cli.train": "hydra_main",
     "model.errors": (
@@ -88,8 +90,8 @@ _NAMES = {
     "failures": "classify_failure",
     "gpu.select": "find_best_device",
     "entry": "launch",
-    "memory.clearing": ("Cleared cleanup_model_memory clear_cuda_memory clear_gpu_memory"),
-    "memory.limits": ("MemoryLimit enable_memory_efficient_settings set_memory_fraction"),
+    "memory.clearing": "Cleared cleanup_model_memory clear_cuda_memory clear_gpu_memory",
+    "memory.limits": "MemoryLimit enable_memory_efficient_settings set_memory_fraction",
     "memory.peaks": "GPUMemoryContext reset_peak_memory_stats",
     "memory.stats": (
         "MemoryStats get_cuda_memory_info get_gpu_memory_stats log_gpu_memory_stats "
@@ -107,7 +109,7 @@ _NAMES = {
     "attempt.script.script_run": "ScriptRun current_run",
     "model.failure": "Evidence Failure FailureKind",
 }
-_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
@@ -115,9 +117,11 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("robust-train")
-    if name not in _HOMES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'robust_train' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"robust_train.{_HOMES[name]}"), name)
+    module = importlib.import_module(f"robust_train.{_MODULE_OF[name]}")
+    value = getattr(module, name)
+    # Python does not call this function for the name again.
     globals()[name] = value
     return value
 

@@ -1,5 +1,8 @@
-"""Assembles robust-train: the features, their remedies and the keys. To delete a feature, delete
-its folder and its lines here. Every process that runs a job or reads its config imports it."""
+"""Lists the features, their config keys, and the remedies for each kind of failure.
+
+Only this file knows all features. To delete a feature, delete its folder and its lines here. Every
+process that runs a job or reads its config imports it.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ if TYPE_CHECKING:
 
 
 def _load(*names: str) -> tuple[Feature, ...]:
-    """Return the features in these modules of the package."""
-    modules = (importlib.import_module(f"robust_train.{name}") for name in names)
+    """Return the features that these modules of the package define."""
+    modules = [importlib.import_module(f"robust_train.{name}") for name in names]
     return tuple(module.FEATURE for module in modules)
 
 
@@ -51,32 +54,33 @@ FEATURES = _load(
     "features.cpu_fallback",
     "features.transient_failures",
 )
-"""The order is the order of evidence. Some features need the evidence of others:
+"""After an attempt, the features add their evidence in this order. Some features need the evidence
+of others:
 
 - features.data_loader_workers before features.out_of_memory: it knows the library of the message.
 - features.data_loader_workers before features.retry_rules: a rule may find that a GPU failed.
-- features.out_of_memory before features.disk: a read-only disk is the cause if it is one of two.
+- features.out_of_memory before features.disk: of two failures, a read-only disk is the cause.
 - features.out_of_memory before features.retry_rules: rules need the final failure.
-- features.disk before features.retry_rules: likewise.
+- features.disk before features.retry_rules: rules need the final failure.
 - features.disk before features.gpus: a failure of the disk excludes no GPU.
 - features.divergence before features.retry_rules: rules count tries without progress.
 - features.retry_rules before features.gpus: a rule may find that a GPU failed, and exclude it.
 - features.provenance before features.report_page: the page shows the provenance.
 
-All other pairs may change places. A test finds these pairs by swapping each, and compares them with
-this list. In files, the figures of features that stand behind the same field of the record
-(``model/parts.py``) are in this order as well.
+The order of all other pairs does not matter. A test finds the pairs whose order matters by swapping
+each pair, and compares them with this list. Written records (``model/parts.py``) have the figures
+of features in this order too.
 """
 
 
-def _schema(places: Mapping[str, str]) -> Schema:
-    """Return the schema with the keys of all features, those with a place first."""
+def _make_schema(places: Mapping[str, str]) -> Schema:
+    """Return the schema with the keys of all features. Keys with a place come first."""
     after = {pkgutil.resolve_name(f"robust_train.{name}"): key for name, key in places.items()}
     others = [keys for feature in FEATURES for keys in feature.keys if keys not in after]
     return Schema((*after, *others), after)
 
 
-SCHEMA = _schema(
+SCHEMA = _make_schema(
     {
         "features.expandable_segments.model:SegmentsKeys": "memory.fraction",
         "features.memory_upkeep.model:CacheKeys": "memory.fraction",
@@ -91,19 +95,14 @@ SCHEMA = _schema(
         "features.stall.model:StallKeys": "stop_grace_seconds",
     }
 )
-"""All keys. Features' keys stand on the page, and in YAML, behind these keys of the kernel, in this
-order; keys that are not listed end their group.
+"""All keys. On the page of keys and in YAML files, the keys of these features follow the given keys
+of the kernel, in this order. Keys of other features are at the end of their group.
 """
 
 
-def _rules(*names: str) -> tuple[Rule, ...]:
-    """Return the rules with these names in the package."""
-    return tuple(pkgutil.resolve_name(f"robust_train.{name}") for name in names)
-
-
 def load_remedies() -> Remedies:
-    """Return the remedies for each kind of failure, in order. Rules of a deleted feature are left
-    out. A command that only reads a run folder does not load them."""
+    """Return the rules for each kind of failure, in the order in which they are tried. The first
+    rule with a remedy decides. Commands that only read a run folder do not import the rules."""
     return {
         FailureKind.DEVICE_OOM: _rules(
             "features.out_of_memory.model:room_taken_by_others",
@@ -163,3 +162,8 @@ def load_remedies() -> Remedies:
             "features.script_checkpoints.model:earlier_checkpoint",
         ),
     }
+
+
+def _rules(*names: str) -> tuple[Rule, ...]:
+    """Return the rules with these names in the package."""
+    return tuple(pkgutil.resolve_name(f"robust_train.{name}") for name in names)

@@ -1,4 +1,4 @@
-"""The two entry points to a job: :func:`launch` for programs, :func:`run_job` for commands.
+"""Starts a job: :func:`launch` is called by programs, :func:`run_job` by commands.
 
 Both plan the job and run it in the calling process, which becomes the launcher.
 """
@@ -18,16 +18,17 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from robust_train.assembly import FEATURES, load_remedies
 from robust_train.children import detach
 from robust_train.config.composition import complete
-from robust_train.config.main_guard import effects_lost_in_attempts
-from robust_train.config.projects import Words, their_keys
+from robust_train.config.main_guard import describe_lost_effects
+from robust_train.config.projects import their_keys
 from robust_train.config.schema import RobustConfig
 from robust_train.config.trainers import Trainer, end_import_at_launch
+from robust_train.config.words import Words
 from robust_train.folder.hydra_state import chosen_folder, sweep_folder
 from robust_train.folder.resume_command import resumed_overrides
 from robust_train.folder.state import Summary, summary_of_earlier_launch
 from robust_train.host.engine import guest_rank
-from robust_train.host.job_logging import logged_to_screen, shorten_lines
-from robust_train.host.loggers import change_words, lines_shown
+from robust_train.host.job_logging import log_to_screen, shorten_lines
+from robust_train.host.loggers import change_words, showing_lines
 from robust_train.host.signals import end_without_traceback_if_uncaught, is_at_prompt
 from robust_train.launcher.driver import make_driver
 from robust_train.launcher.job import Job
@@ -49,59 +50,60 @@ def launch(
     *,
     run_dir: str | Path | None = None,
 ) -> Summary:
-    """Run ``trainer`` robustly: pick and wait for a GPU, and recover when memory runs out.
+    """Run ``trainer`` robustly: choose a GPU, wait for it, and recover when memory runs out.
 
     Args:
-        trainer: a callable, its dotted path, or None: ``cfg.trainer._target_``.
+        trainer: a callable, its dotted path, or None for ``cfg.trainer._target_``.
         cfg: any part of the keys of ``configs/robust.yaml``, and the trainer's keys.
-        run_dir: the run folder; by default Hydra's for the job, or a new folder under ``outputs/``.
+        run_dir: the run folder. By default, it is Hydra's for the job, or a new folder under
+            ``outputs/``.
 
     Returns:
         The summary of a completed job, with the trainer's result in ``summary.result``. If the
             sweep pruned the job, ``summary.status`` is ``pruned``, and there may be no result.
 
     Raises:
-        ConfigError: the config, trainer or run folder cannot be used. NoProgressError: three
-            launches in a row saved nothing.
-        NoDeviceError: no device in time, and the CPU is not allowed.
+        ConfigError: the config, trainer or run folder cannot be used.
+        NoProgressError: three launches in a row saved nothing.
+        NoDeviceError: no device became free in time, and the CPU is not allowed.
         AttemptsExhaustedError: memory ran out on every device that may be used.
         TrainerFailedError: the trainer failed in another way. Its own exception is raised if
             possible.
         JobInterrupted: Ctrl-C or SIGTERM. If it is not caught, a script ends with its exit code.
     """
     end_import_at_launch(trainer)
-    # A prompt shows the exception, and a Hydra project's command does.
-    ends_here = not is_at_prompt() and not HydraConfig.initialized()
-    with logged_to_screen():
+    # Otherwise a prompt or the command of a Hydra project shows the failure.
+    shows_failure = not is_at_prompt() and not HydraConfig.initialized()
+    with log_to_screen():
         try:
             summary = summary_of_earlier_launch()
             if summary is None or run_dir is not None:
-                whole = complete(with_resumed_values(cfg or {}, run_dir))
+                whole = complete(add_resumed_values(cfg or {}, run_dir))
                 if run_dir is None and "run_dir" in whole and not HydraConfig.initialized():
                     log.warning("%s", _RUN_DIR_IN_CONFIG)
-                explain = print_failure if ends_here else _say_nothing
+                explain = print_failure if shows_failure else _explain_nothing
                 summary = run_job(trainer, whole, run_dir, explain=explain)
         except (ConfigError, KeyboardInterrupt) as error:
             end_without_traceback_if_uncaught()
-            # The exception is raised without this package's frames.
+            # Raise the exception without this package's frames.
             raise error.with_traceback(None) from error.__cause__
     try:
         summary.raise_unless_completed()
     except Exception as error:
-        if ends_here:
+        if shows_failure:
             end_without_traceback_if_uncaught(error)
         raise
     return summary
 
 
-def _say_nothing(summary: Summary) -> None:
-    """Explain nothing, because whoever gets the exception shows it."""
+def _explain_nothing(summary: Summary) -> None:
+    """Print nothing, because the caller shows the exception."""
 
 
-def with_resumed_values(
+def add_resumed_values(
     cfg: Mapping[str, Any] | DictConfig, run_dir: str | Path | None
 ) -> Mapping[str, Any] | DictConfig:
-    """Return a config with the values from ``robust-train resume ID key=value``."""
+    """Return the config with the values given by ``robust-train resume ID key=value``."""
     folder = chosen_folder(run_dir)
     overrides = [] if folder is None else resumed_overrides(folder)
     if not overrides:
@@ -119,7 +121,7 @@ def run_job(
     run_dir: str | Path | None = None,
     *,
     remedies: bool = True,
-    explain: Callable[[Summary], object] = _say_nothing,
+    explain: Callable[[Summary], object] = _explain_nothing,
 ) -> Summary:
     """Run a job, as a launcher or as one rank of an engine's job.
 
@@ -128,7 +130,7 @@ def run_job(
         cfg: the complete config.
         run_dir: as in :func:`launch`.
         remedies: whether another attempt may follow a failed attempt.
-        explain: called with the summary, before the last lines are printed.
+        explain: prints why a job failed. It gets the summary before the last lines are printed.
 
     Raises:
         ConfigError: config, trainer or run folder cannot be used.
@@ -137,13 +139,13 @@ def run_job(
     show = partial(show_end, explain)
     words = Words(their_keys(cfg))
     shorten_lines()
-    # None also ends the wording of an earlier job in this process.
+    # None ends the rewording for an earlier job in this process.
     change_words(words.of_log)
-    with lines_shown(), words.of_errors():
+    with showing_lines(), words.of_errors():
         guest = guest_rank(os.environ) if remedies else None
         if guest is None:
             plan = plan_launch(trainer, cfg, run_dir)
-            lost = effects_lost_in_attempts(plan.trainer_ref)
+            lost = describe_lost_effects(plan.trainer_ref)
             if lost is not None:
                 log.warning("%s", lost)
             driver = make_driver(plan, has_remedies=remedies)

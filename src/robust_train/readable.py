@@ -1,4 +1,4 @@
-"""Figures and names as people read them. Pure, used by all processes."""
+"""Formats figures, names and tables for people. Pure, used by all processes."""
 
 from __future__ import annotations
 
@@ -43,24 +43,25 @@ def duration(seconds: float) -> str:
 
 
 def step_time(seconds: float) -> str:
-    """Return ``0.2 s``, ``46 µs``: how long a step takes."""
+    """Return the time of one step, such as ``0.2 s`` or ``46 µs``."""
     return f"{number(seconds)} s" if seconds >= 1e-3 else f"{number(seconds * 1e6)} µs"
 
 
 def ordinal(number: int) -> str:
     """Return ``1st``, ``2nd``, ``3rd``, ``11th`` …"""
-    last = 0 if 10 < number % 100 < 20 else number % 10
-    return f"{number}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(last, 'th') }"
+    is_teen = 10 < number % 100 < 20
+    endings = {} if is_teen else {1: "st", 2: "nd", 3: "rd"}
+    return f"{number}{endings.get(number % 10, 'th')}"
 
 
-def counted(number: int, what: str) -> str:
+def counted(number: int, noun: str) -> str:
     """Return ``1 job``, ``2 jobs``."""
     ending = "" if number == 1 else "s"
-    return f"{number} {what}{ending}"
+    return f"{number} {noun}{ending}"
 
 
 def of_all(done: int | None, total: int | None) -> str:
-    """Return ``12/400``, or ``12`` if the total is unknown. Empty before the first step."""
+    """Return ``12/400``, or ``12`` if the total is unknown, or empty if ``done`` is."""
     if done is None:
         return ""
     return f"{done}/{total}" if total else str(done)
@@ -85,7 +86,7 @@ def memory(size: float) -> str:
 
 
 def by_processes(ranks: int) -> str:
-    """Return `` × 2 processes``, to follow a size or a device, empty for one process."""
+    """Return `` × 2 processes`` to append to a size or a device, empty for one process."""
     return f" × {ranks} processes" if ranks > 1 else ""
 
 
@@ -103,7 +104,7 @@ def number(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Return a share of 0 to 1 in percent. Only 1 is shown as 100 %, and only 0 as 0 %."""
+    """Return a share of 0 to 1 in percent. Only 1 becomes ``100 %``, and only 0 becomes ``0 %``."""
     if 0 < share < 0.01:
         return "< 1 %"
     if 0.99 < share < 1:
@@ -120,49 +121,54 @@ def moment(time: float) -> str:
     return at.strftime("%Y-%m-%d %H:%M:%S %Z").strip()
 
 
-def shortened(text: str, longest: int) -> str:
+def shorten(text: str, longest: int) -> str:
     """Return ``text`` on one line of at most ``longest`` characters, all of them printable."""
     text = one_line(" ".join(text.split()))
     return text if len(text) <= longest else text[: longest - 1] + "…"
 
 
-def meant(name: str, names: Collection[str], prefix: str = "") -> str:
-    """Return ``did you mean lr?``, else all the accepted names."""
+def suggest(name: str, names: Collection[str], prefix: str = "") -> str:
+    """Return ``did you mean lr?`` for a misspelled name, or all accepted names if none is
+    similar."""
     close = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean {prefix}{close[0]}?" if close else f"accepted are {', '.join(names)}"
+    if close:
+        return f"did you mean {prefix}{close[0]}?"
+    return f"accepted are {', '.join(names)}"
 
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type if it has no message."""
-    return (str(error).strip().splitlines() or [""])[0] or type(error).__name__
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines and lines[0] else type(error).__name__
 
 
 def named_line(error: BaseException) -> str:
-    """Return :func:`first_line` after the error's type, like the end of a traceback."""
+    """Return the error's type and the first line of its message, like the end of a traceback."""
     name = type(error).__name__
     line = first_line(error)
     return name if line == name else f"{name}: {line}"
 
 
 def one_line(text: str) -> str:
-    """Return a name with its line breaks and control characters escaped."""
+    """Return a text with its line breaks and control characters escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def cell_text(cell: object) -> str:
-    """Return a cell of a table, ``-`` if it is unknown or empty."""
+    """Return the text of a table's cell, ``-`` if it is unknown or empty."""
     return "-" if cell is None or cell == "" else one_line(str(cell))
 
 
-def aligned(rows: Sequence[Sequence[object]], names: Sequence[str]) -> list[str]:
-    """Return rows of cells below the columns' names as plain lines. Integers are aligned to the
+def align_columns(rows: Sequence[Sequence[object]], names: Sequence[str]) -> list[str]:
+    """Return a table as lines of text, the names of its columns first. Integers are aligned to the
     right."""
     lines = [""] * (len(rows) + 1)
     for number, name in enumerate(names):
         cells = [row[number] for row in rows]
         texts = [cell_text(name)] + [cell_text(cell) for cell in cells]
-        width = max(map(len, texts))
-        is_right = any(isinstance(cell, int) for cell in cells)
-        for at, text in enumerate(texts):
-            lines[at] += "  " + (text.rjust(width) if is_right else text.ljust(width))
+        width = max(len(text) for text in texts)
+        has_integers = any(isinstance(cell, int) for cell in cells)
+        for row_number, text in enumerate(texts):
+            padded = text.rjust(width) if has_integers else text.ljust(width)
+            lines[row_number] += f"  {padded}"
     return [line[2:].rstrip() for line in lines]

@@ -18,8 +18,8 @@ import pytest
 from attempts import built, failed, gpu, policy
 from journals import Journal
 from robust_train import assembly
-from robust_train.config.projects import Words
 from robust_train.config.schema import RobustConfig
+from robust_train.config.words import Words
 from robust_train.features.provenance import environment
 from robust_train.features.time_slices.model import TimeSliceKeys
 from robust_train.folder.checkpoints import Manifest, record_checkpoint

@@ -12,7 +12,7 @@ from another_user import ANOTHER_USER, needs_root
 from plans import folder_in
 from robust_train.cli.command import load
 from robust_train.cli.commands import COMMANDS, OTHER_NAMES
-from robust_train.cli.main import find, main, parser_of
+from robust_train.cli.main import find_command, main, parser_of
 from robust_train.folder.state import Summary
 from robust_train.host.signals import SignalWatch
 
@@ -61,7 +61,7 @@ def test_help_and_the_package_import_no_framework():
 def test_other_names_lead_to_real_commands():
     for name, meant in OTHER_NAMES.items():
         assert name not in COMMANDS
-        command, rest = find(meant.split())
+        command, rest = find_command(meant.split())
         known = {word for option in command.options for word in option.names}
         assert known.issuperset(rest), meant
 
@@ -205,7 +205,7 @@ def test_every_json_output_is_checked():
         for name, command in COMMANDS.items()
         if any("--json" in option.names for option in command.options)
     }
-    assert with_json == {find(line.split())[0].name for line in KEYS}
+    assert with_json == {find_command(line.split())[0].name for line in KEYS}
 
 
 @pytest.mark.parametrize("line", KEYS)

@@ -244,12 +244,14 @@ def test_important_lines_survive_a_projects_logging(world, foreign):
         assert (ended.stderr.count(line), ended.stdout.count(line)) == (1, 0), line
 
 
-NO_KEY = "the project's config has no key for it; refer to the one that its code reads: "
+NO_KEY = "the project's config has no key for it; refer to the key that its code reads: "
 SMALL_GPUS = "robust.min_num_gpus=2: must not be above robust.num_gpus=1"
 SEVERAL = "several values; add -m to sweep over them, or write a list: "
 CHECKPOINTING = "robust.training.gradient_checkpointing"
 UNSEEN = "a project's code does not see it; set the project's own key"
-BOTH = "there are data.a.batch_size, data.b.batch_size; say which the training uses: "
+BOTH = (
+    "the config has data.a.batch_size, data.b.batch_size; choose the key that the training uses: "
+)
 
 
 def test_mistakes_in_the_group_robust_are_one_line(world, foreign):

@@ -20,7 +20,7 @@ from robust_train.model.attempt import Attempt
 from robust_train.model.events import Progress, TrainingStarted
 from robust_train.model.spec import AttemptSpec
 from simulated_nvml import Gpu
-from terminal_screen import lines_shown
+from terminal_screen import showing_lines
 from two_gpu_machine import A, B
 
 
@@ -543,7 +543,7 @@ def test_bars_and_colours_reach_the_terminal(scripts):
     shown = scripts.world.run_in_terminal("trainer=command", words)
     assert "\x1b[32mterminal\x1b[0m" in shown
     assert "200 columns ''" in shown
-    assert lines_shown(shown, 200).count("100%|##########") == 2, "one of each attempt"
+    assert showing_lines(shown, 200).count("100%|##########") == 2, "one of each attempt"
     summary = json.loads((scripts.run_dir / "summary.json").read_text())
     assert [a["outcome"] for a in summary["attempts"]] == ["host_oom", "completed"]
     assert summary["attempts"][0]["message"] == "ended with exit code 1: MemoryError: no more"

@@ -20,11 +20,12 @@ import torch
 from robust_train.attempt.run import Run, live_of
 from robust_train.children import attempt_output
 from robust_train.children.attempt_output import AttemptLog, OutputPump
-from robust_train.files import plain, write_json
+from robust_train.files import to_plain, write_json
 from robust_train.host import wire
-from robust_train.host.job_logging import lose_lines_quietly
-from robust_train.host.screen import Screen, never_blocking_output
-from robust_train.host.signals import stop_signal
+from robust_train.host.job_logging import drop_lines_on_full_disk
+from robust_train.host.screen import Screen
+from robust_train.host.signals import choose_stop_signal
+from robust_train.host.streams import never_blocking_output
 from robust_train.host.votes import STOP, Votes
 from robust_train.host.wire import EventSender, read_events
 from robust_train.model.attempt import Attempt
@@ -62,7 +63,7 @@ def screen():
 def test_what_json_cannot_hold_is_named_by_place(caplog):
     """The message names the place in the trainer's result."""
     result = {"loss": float("nan"), "best": {"model": object(), "scores": [1.5, float("inf")]}}
-    saved = plain(result, "it")
+    saved = to_plain(result, "it")
     assert (saved["best"]["scores"][0], type(saved["best"]["model"])) == (1.5, str)
     assert [record.getMessage() for record in caplog.records] == [
         "it['loss'] is nan, which JSON lacks: it is saved as null",
@@ -75,7 +76,7 @@ def test_a_result_that_holds_itself_is_saved_once(caplog):
     """Its parts refer to it, so each level would hold it twice as often as the one before."""
     whole = {"name": "whole"}
     whole["parts"] = [{"of": whole}, {"of": whole}]
-    saved = plain(whole, "the trainer's result")
+    saved = to_plain(whole, "the trainer's result")
     assert [str(part["of"])[:16] for part in saved["parts"]] == ["{'name': 'whole'"] * 2
     assert len(caplog.records) == 2
 
@@ -100,7 +101,7 @@ def test_no_value_costs_the_result_or_an_event(value, tmp_path, channel):
     send = EventSender(theirs)
     run = Run(run_dir=tmp_path, report=send)
     run.record("retry", {"found": value})
-    send(Finished(plain([0.5, value], "the trainer's result")))
+    send(Finished(to_plain([0.5, value], "the trainer's result")))
     recorded, finished = read_events(ours)
     assert recorded.fields["found"] == finished.result[1]
     assert finished.result[0] == 0.5
@@ -268,8 +269,8 @@ def test_submitits_stop_signal_is_never_ignored(is_ignored, signum):
     """
     before = signal.signal(signal.SIGINT, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
     try:
-        assert stop_signal({"SUBMITIT_EXECUTOR": "local"}) == signum
-        assert stop_signal({}) == signal.SIGTERM
+        assert choose_stop_signal({"SUBMITIT_EXECUTOR": "local"}) == signum
+        assert choose_stop_signal({}) == signal.SIGTERM
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -294,7 +295,7 @@ def test_dropped_output_is_reported_later(screen):
     shown = b""
     while select.select([read_end], [], [], 0.1)[0]:
         shown += os.read(read_end, 1 << 16)
-        screen.show()
+        screen.show_waiting()
     assert len(shown) < 2_000_000
     assert b"Output truncated: no one was reading" in shown
 
@@ -352,13 +353,13 @@ def test_the_groups_lock_outlives_its_holder():
     votes.raise_flag(STOP)  # takes no lock
     other = os.fork()
     if other == 0:
-        votes.look(STOP, 0)
+        votes.read_flag(STOP, 0)
         os._exit(0)
     time.sleep(1.2)  # longer than a rank was patient once
     assert os.waitpid(other, os.WNOHANG) == (0, 0), "it waits"
     os.kill(pid, signal.SIGKILL)
     assert os.waitpid(other, 0)[1] == os.waitpid(pid, 0)[0] - pid == 0
-    assert votes.look(STOP, 1)
+    assert votes.read_flag(STOP, 1)
 
 
 @pytest.mark.parametrize(
@@ -384,7 +385,7 @@ def test_a_log_loses_nothing_but_what_was_rewritten(tmp_path, printed, kept):
 def test_a_full_disk_loses_log_lines_without_tracebacks(capsys):
     handler, root = logging.FileHandler("/dev/full"), logging.getLogger()
     root.addHandler(handler)
-    lose_lines_quietly()
+    drop_lines_on_full_disk()
     root.removeHandler(handler)
 
     def error_after(message, *arguments):

@@ -14,7 +14,7 @@ logging.getLogger("robust_train.integrations").error("an error")
 """
 BEFORE = """
 import io, logging, logging.config, logging.handlers, sys
-from robust_train.host.loggers import lines_shown, log_always
+from robust_train.host.loggers import showing_lines, log_always
 log = logging.getLogger("robust_train")
 CONSOLE = {"version": 1, "handlers": {"c": {"class": "logging.StreamHandler"}},
            "root": {"handlers": ["c"], "level": "INFO"}}
@@ -143,7 +143,7 @@ def test_lines_are_shown_unless_the_program_logs(tmp_path):
     goes to stderr.
     """
     lines = LINES.replace("\n", "\n    ")
-    block = f"with lines_shown():\n    log_always('begins')\n    SETUP\n{lines}"
+    block = f"with showing_lines():\n    log_always('begins')\n    SETUP\n{lines}"
     plain = run(tmp_path, block.replace("SETUP", "pass"))
     assert [line[9:] for line in plain.stdout.splitlines()] == [
         *("begins", "a line of the job", "warning: a warning", "the last line", "error: an error")
@@ -166,7 +166,7 @@ def test_lines_are_shown_unless_the_program_logs(tmp_path):
 
 def test_later_ranks_show_only_their_marked_warnings(tmp_path):
     """The first rank shows all of its lines."""
-    begin = "from robust_train.host.loggers import speak_as_rank\nspeak_as_rank(1)\n"
+    begin = "from robust_train.host.loggers import show_only_warnings_of_rank\nspeak_as_rank(1)\n"
     for setup in ("logging.config.dictConfig(CONSOLE)", "logging.basicConfig(level='INFO')"):
         ended = run(tmp_path, begin + setup + LINES)
         assert ended.stderr.count("[rank 1] a warning") == 1

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from attempts import KEYS_OF_A_PROJECT, built, policy
-from robust_train.config.projects import Words
 from robust_train.config.schema import TrainerConfig
+from robust_train.config.words import Words
 from robust_train.failures import classify_failure
 from robust_train.failures.advice import advice_for, with_advice
 from robust_train.model.attempt import Attempt

@@ -97,12 +97,12 @@ def test_our_cgroups_counts_reveal_a_kill(tmp_path, cgroups, mounts, files, kill
 
     counts(0)
     watch = OomKillWatch(tmp_path)
-    assert watch.killed() is False
+    assert watch.has_killed() is False
     counts(1)
-    assert watch.killed() is killed
+    assert watch.has_killed() is killed
 
 
 def test_unreadable_counts_mean_unknown(tmp_path):
     """On this machine no process was killed."""
-    assert OomKillWatch(tmp_path).killed() is None
-    assert OomKillWatch().killed() in (False, None)
+    assert OomKillWatch(tmp_path).has_killed() is None
+    assert OomKillWatch().has_killed() in (False, None)

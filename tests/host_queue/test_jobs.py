@@ -222,7 +222,7 @@ print(exercise(torch.device("cpu"), total))
     done = warm.run(("-c", script), os.environ)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "2"
-    with pytest.raises(RuntimeError, match="twice the memory"):
+    with pytest.raises(RuntimeError, match="twice the free memory"):
         exercise(torch.device("cpu"), 2**20)
 
 

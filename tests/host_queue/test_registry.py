@@ -533,7 +533,7 @@ def test_the_queue_shows_owners_and_their_processes(base, registry, capsys):
     with as_another_user(plant):
         assert main(["queue", "--dir", str(base)]) == 0
         shown = capsys.readouterr()
-        assert f"pid {os.getpid()}, which here is a process of root" in shown.out
+        assert f"pid {os.getpid()}, a process of root" in shown.out
         assert "nobody" in shown.out.splitlines()[1]
         assert all(c.isprintable() or c == "\n" for c in shown.out + shown.err)
         assert main(["stop", "7-bbbbbb"]) == 1

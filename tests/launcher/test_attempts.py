@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from terminal_screen import lines_shown
+from terminal_screen import showing_lines
 from world import is_running, wait_until
 
 
@@ -34,7 +34,7 @@ def test_what_a_trainer_prints_is_shown_and_kept(world):
 
 def test_a_trainer_shares_the_launchers_terminal(world):
     written = world.run_in_terminal("trainer._target_=trainers.prints", columns=80)
-    shown = lines_shown(written, 80)
+    shown = showing_lines(written, 80)
     summary = json.loads((world.run_dir / "summary.json").read_text())
     assert summary["result"] == [True, True]
     assert {"a line on stdout", "a line on stderr", "step 2"} <= set(shown)

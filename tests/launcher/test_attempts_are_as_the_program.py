@@ -6,9 +6,9 @@ import pytest
 
 import warm
 from robust_train.config.main_guard import (
-    effects_beside_module,
-    effects_beside_value,
-    effects_under_guard,
+    find_effects_lacking_in_module,
+    find_effects_lost_by_value,
+    find_effects_under_guard,
 )
 
 PROGRAM = """
@@ -102,7 +102,7 @@ def read_options():
 def effects(trainer, guarded, beginning=BEGINNING):
     body = "\n".join(f"    {line}" for line in guarded)
     code = f'{beginning}{trainer}\nif __name__ == "__main__":\n{body}\n'
-    found = effects_under_guard(ast.parse(code), "train")
+    found = find_effects_under_guard(ast.parse(code), "train")
     return [*found.calls, *found.names]
 
 
@@ -153,7 +153,7 @@ torch.backends.cudnn.benchmark = True
     ],
 )
 def test_effects_beside_a_pickled_trainer_are_found(trainer, called, lost):
-    found = effects_beside_value(ast.parse(SETS + called), trainer)
+    found = find_effects_lost_by_value(ast.parse(SETS + called), trainer)
     assert ([*found.calls], [*found.names]) == lost
 
 
@@ -165,5 +165,5 @@ def test_effects_beside_a_pickled_trainer_are_found(trainer, called, lost):
     ],
 )
 def test_effects_beside_an_imported_trainer_are_found(module, calls):
-    found = effects_beside_module(ast.parse(SETS + "main()"), ast.parse(module))
+    found = find_effects_lacking_in_module(ast.parse(SETS + "main()"), ast.parse(module))
     assert [*found.calls] == calls

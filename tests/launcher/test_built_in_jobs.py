@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from terminal_screen import lines_shown
+from terminal_screen import showing_lines
 from training.training_world import write_image_folder
 from world import World
 
@@ -40,14 +40,14 @@ def shows_and_leaves_what_it_should(world, ended):
 @pytest.mark.parametrize("columns", [80, 120, 160])
 def test_a_terminal_shows_one_status_below_whole_lines(world, columns):
     written = world.run_in_terminal("training.epochs=8", columns=columns)
-    lines = [line for line in lines_shown(written, columns) if line]
+    lines = [line for line in showing_lines(written, columns) if line]
     assert not [line for line in lines if "━" in line or line.startswith("running")], "it is gone"
     epochs = [line for line in lines if re.match(r"\d\d:\d\d:\d\d epoch \d/8 in ", line)]
     assert len(epochs) == 8
     assert all(line.endswith(" %") for line in epochs), "an epoch is one line"
     assert "Memory - " not in written
     middle = written[: written.index("\x1b8", written.index("━"))]
-    shown = "\n".join(lines_shown(middle, columns)[-6:])
+    shown = "\n".join(showing_lines(middle, columns)[-6:])
     for part in ("running 0:", "attempt 1 on the CPU", "micro-batch 64", "step ", "/184"):
         assert part in shown
     log = (world.run_dir / "train_robust.log").read_text()

@@ -243,7 +243,7 @@ def test_train_robust_py_uses_the_engines_job_id(agents):
     ranks = {**agents.world.environ, "RANK": "1", "WORLD_SIZE": "2"}
     refused = warm.run(command, ranks)
     assert refused.returncode == 2
-    assert refused.stderr.startswith("the run folder has to be the same for all ranks")
+    assert refused.stderr.startswith("the run folder must be the same for all ranks")
 
 
 # --- which rank -----------------------------------------------------------------------------------
@@ -351,7 +351,7 @@ def test_all_ranks_see_a_flag_together():
     def loop(rank, pause):
         with StoreVotes(store, rank, 3) as votes:
             for look in range(1, 100_000):
-                if votes.look("stop", rank):
+                if votes.read_flag("stop", rank):
                     seen[rank] = look
                     return
                 if rank == 1 and look == 20:

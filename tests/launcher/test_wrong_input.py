@@ -50,7 +50,7 @@ OF_THE_CONFIGURATION = [
     (["gpu_check_interval_seconds=0"], ["gpu_check_interval_seconds=0"]),
     (["num_gpus=0"], ["num_gpus=0: must be 1 or more"]),
     (["num_gpus=2", "min_num_gpus=3"], ["min_num_gpus=3: must not be above num_gpus=2"]),
-    (["num_gpus=2", "isolation=none"], ["num_gpus=2: every GPU needs a process of its own"]),
+    (["num_gpus=2", "isolation=none"], ["num_gpus=2: every GPU needs a separate process"]),
 ]
 
 

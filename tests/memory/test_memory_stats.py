@@ -25,7 +25,7 @@ def log(caplog):
 def test_the_functions_can_be_imported_without_torch():
     code = (
         "import sys, robust_train as m\n"
-        "homes = {name: home for name, home in m._HOMES.items() if home.startswith('memory')}\n"
+        "homes = {name: home for name, home in m._MODULE_OF.items() if home.startswith('memory')}\n"
         "[getattr(m, name) for name in homes]\n"
         "m.clear_gpu_memory(force=True); m.safe_tensor_to_cpu({'a': [1]})\n"
         "m.get_gpu_memory_stats(); m.reset_peak_memory_stats()\n"
@@ -114,7 +114,7 @@ def test_only_unused_common_blocks_count(sizes):
 def test_proc_s_sizes_are_read_in_bytes(tmp_path):
     status = tmp_path / "status"
     status.write_text("Name:\tkB python\nVmRSS:\t     12 kB\nThreads:\t3\nVmBad:\tx kB\n")
-    assert host.own_memory(status) == {"VmRSS": 12 * 1024}
+    assert host.read_own_memory(status) == {"VmRSS": 12 * 1024}
 
 
 V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
@@ -143,7 +143,7 @@ def test_limits_of_parent_cgroups_count(tmp_path, above, rooms):
         folder.mkdir(parents=True)
         for name, text in zip(names, texts, strict=False):
             (folder / name).write_text(text)
-    assert host.cgroup_rooms(tmp_path) == rooms
+    assert host.read_cgroup_limits(tmp_path) == rooms
 
 
 # --- the peak of a block of code, here of the host's resident memory ---
@@ -252,7 +252,7 @@ def test_an_inner_reset_loses_nothing(blocks, caplog):
 
 def test_a_sandbox_without_peak_reports_the_rest(monkeypatch):
     """Its ``/proc`` knows no peak."""
-    monkeypatch.setattr(host, "own_memory", lambda: {"VmRSS": 5})
+    monkeypatch.setattr(host, "read_own_memory", lambda: {"VmRSS": 5})
     with memory.GPUMemoryContext(device="cpu") as block:
         pass
     assert (block.before, block.peak, block.after) == (5, 5, 5)

@@ -34,7 +34,7 @@ def open_folder(run_dir, name="a job", sweep=None):
     run_dir.mkdir(parents=True, exist_ok=True)
     with (
         SignalWatch() as signals,
-        signals.handed_to(_interrupt),
+        signals.hand_signals_to(_interrupt),
         folder_in(run_dir, signals, name, sweep) as folder,
     ):
         yield folder

@@ -64,7 +64,7 @@ def test_one_word_resumes_a_script_everywhere(here, tmp_path, says):
         state = next(here.rglob("state.json"))
         os.chown(state, ANOTHER_USER, -1)
         # a file of another user may name any command
-        assert "began this" in says("resume", "mine", code=1).err
+        assert "started this" in says("resume", "mine", code=1).err
         os.chown(state, 0, -1)
     environ = {**os.environ, "PLACE_OF_OUTPUT": "/other"}
     resumed = warm.robust_train("resume", "mine", environ=environ, cwd=tmp_path)
@@ -171,7 +171,7 @@ def test_all_are_those_that_no_one_has_ended(here, says):
     wait_until(lambda: status()["killed"] == "completed", "it continues in the background")
     wait_until(lambda: not any(run.alive for run in find_runs()), "its launcher has ended")
     assert status()["stopped by its user"] == "interrupted"
-    assert says("resume", "--all").out == "nothing is to be resumed\n"
+    assert says("resume", "--all").out == "there is nothing to resume\n"
     assert "has completed" in says("resume", "killed", code=1).err
 
 

@@ -12,7 +12,7 @@ import time
 import pytest
 from live_folder import another_launcher, died, ended, open_folder
 
-from robust_train.cli import ps, runs
+from robust_train.cli import output, ps
 from robust_train.folder.lock import RunLock
 from robust_train.folder.run_list import state_directory
 from robust_train.sweep.record import Status, SweepJob, SweepTable, read_rows
@@ -121,7 +121,7 @@ def test_an_unresumable_sweep_is_named_once(tmp_path, says):
     command = "cd /there && python train.py hydra.sweep.dir=/there/sweep"
     SweepTable("id", "gpu_queue", resume_command=command).write(tmp_path / "sweep")
     (line,) = says("resume", "--all").err.splitlines()
-    assert f"{tmp_path / 'sweep'}: the sweep was begun in another folder" in line
+    assert f"{tmp_path / 'sweep'}: the sweep was started in another folder" in line
 
 
 def test_of_many_runs_the_newest_are_shown(tmp_path, says, monkeypatch):
@@ -150,7 +150,7 @@ def test_logs_shows_the_last_or_named_attempt(tmp_path, says):
 def test_logs_follows_whole_lines_to_the_end(tmp_path):
     """It follows them through all attempts until the job ends."""
     with open_folder(tmp_path) as folder:
-        shown = runs.output_of(tmp_path, follow=True)
+        shown = output.read_output(tmp_path, follow=True)
         assert next(shown) == b"", "no attempt yet"
         first, second = (tmp_path / f"attempt-{number}.log" for number in (1, 2))
         first.write_bytes(b"one\xff\ntw")
@@ -160,18 +160,18 @@ def test_logs_follows_whole_lines_to_the_end(tmp_path):
         second.write_bytes(b"again")
         assert next(shown) == b"unfinished"
         assert next(shown) == b"\n==> attempt 2 <==\n"
-        assert list(runs.output_of(tmp_path, 1, follow=True)) == [b"one\xff\ntwo\nunfinished"], (
-            "ended"
-        )
-        second.write_bytes(b"." * runs.CHUNK_BYTES + b"again")
-        assert len(next(shown)) == runs.CHUNK_BYTES, "a line without an end does not hold it up"
+        assert list(output.read_output(tmp_path, 1, follow=True)) == [
+            b"one\xff\ntwo\nunfinished"
+        ], "ended"
+        second.write_bytes(b"." * output.CHUNK_BYTES + b"again")
+        assert len(next(shown)) == output.CHUNK_BYTES, "a line without an end does not hold it up"
         folder.record_end("completed", None)
     assert list(shown) == [b"again"]
 
 
 def test_attach_follows_the_log_until_the_end(tmp_path, says, monkeypatch):
     """It returns when the job ends."""
-    monkeypatch.setattr(runs, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(output, "POLL_SECONDS", 0.0)
     assert "no run of yours is alive" in says("attach", code=1).err
     with open_folder(tmp_path, "lora") as folder:
         (tmp_path / "attempt-1.log").write_text("old\n" * 2000 + "now\n")
@@ -182,7 +182,7 @@ def test_attach_follows_the_log_until_the_end(tmp_path, says, monkeypatch):
                 folder.record_end("interrupted", "interrupted by SIGTERM", 143)
                 folder.__exit__(None, None, None)
 
-        monkeypatch.setattr("robust_train.cli.runs.time.sleep", sleep)
+        monkeypatch.setattr("robust_train.cli.output.time.sleep", sleep)
         out = says("attach", "lora", code=143).out
     assert out.startswith(f"attached to {folder.state.id}; Ctrl-C")
     assert len(out) < 5000

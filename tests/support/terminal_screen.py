@@ -5,7 +5,7 @@ import re
 _PARTS = re.compile(r"\x1b\[([0-?]*)[ -/]*([@-~])|\x1b\][^\x07]*\x07|\x1b([78D])|(.)", re.S)
 
 
-def lines_shown(written: str, columns: int) -> list[str]:
+def showing_lines(written: str, columns: int) -> list[str]:
     """The lines on the screen and those scrolled away above it, after all that was written.
 
     AssertionError for a control sequence that could do more than colour, erase, move up and down

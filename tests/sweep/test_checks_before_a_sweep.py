@@ -63,9 +63,9 @@ def test_a_sweep_that_cannot_be_run_is_refused(composed, overrides, params, refu
     with open_dict(config):
         config.hydra.sweeper.params = params
     if refusal is None:
-        check_jobs(config, jobs.check)
+        check_jobs(config, jobs.check_before_sweep)
         assert HydraConfig.instance().cfg is None
     else:
         with pytest.raises(ConfigError) as error:
-            check_jobs(config, jobs.check)
+            check_jobs(config, jobs.check_before_sweep)
         assert refusal in str(error.value)

@@ -22,7 +22,7 @@ from robust_train.folder.hydra_state import OF_HYDRA
 from robust_train.folder.lock import RunLock
 from robust_train.folder.state import Summary, lacked_by_json, read_summary, with_lacked_by_json
 from robust_train.host.loggers import ShortLines
-from robust_train.host.signals import SignalWatch, forwarded
+from robust_train.host.signals import SignalWatch, signal_to_forward
 from robust_train.model.errors import ConfigError
 from robust_train.sweep import session
 from robust_train.sweep.checks import direction_of
@@ -128,7 +128,7 @@ def test_a_hanging_driver_does_not_delay_a_sweep(machine_with):
 def watched():
     """A watch of signals, and those that it has handed on."""
     received, signals = [], SignalWatch()
-    with signals, signals.handed_to(received.append):
+    with signals, signals.hand_signals_to(received.append):
         yield signals, received
 
 
@@ -136,14 +136,16 @@ def watched():
 def test_a_forwarded_signal_counts_once(watched, first_forwarded):
     """The job has received it from elsewhere as well."""
     _, received = watched
-    for signum in sorted((signal.SIGTERM, forwarded(signal.SIGTERM)), reverse=first_forwarded):
+    for signum in sorted(
+        (signal.SIGTERM, signal_to_forward(signal.SIGTERM)), reverse=first_forwarded
+    ):
         os.kill(os.getpid(), signum)
     assert received == [signal.SIGTERM]
     os.kill(os.getpid(), signal.SIGTERM)
     assert received == [signal.SIGTERM] * 2, "a second one of its own is impatience"
 
 
-@pytest.mark.parametrize("ends_it", [None, signal.SIGTERM, forwarded(signal.SIGTERM)])
+@pytest.mark.parametrize("ends_it", [None, signal.SIGTERM, signal_to_forward(signal.SIGTERM)])
 def test_a_paused_job_resumes_unless_stopped(watched, ends_it):
     """A signal may arrive during the pause."""
     signals, received = watched
@@ -162,7 +164,9 @@ def test_a_forwarded_signal_ends_a_pause_once(watched, first_forwarded):
     """The attempt has its time for a last checkpoint, though both of them come."""
     signals, received = watched
     signals.pause()
-    for signum in sorted((signal.SIGINT, forwarded(signal.SIGINT)), reverse=first_forwarded):
+    for signum in sorted(
+        (signal.SIGINT, signal_to_forward(signal.SIGINT)), reverse=first_forwarded
+    ):
         os.kill(os.getpid(), signum)
     assert received == [signal.SIGTERM], "it is stopping already"
     os.kill(os.getpid(), signal.SIGINT)

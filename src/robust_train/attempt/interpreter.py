@@ -31,16 +31,16 @@ from robust_train.attempt.runner import run_attempt
 from robust_train.attempt.signals import stop_on_signals
 from robust_train.compat import run_exit_handlers
 from robust_train.config.attempt import AttemptRequest, Begin, Preparation
-from robust_train.config.projects import Words
 from robust_train.config.trainers import MAIN_MODULE
+from robust_train.config.words import Words
 from robust_train.failures.shortage import no_room_to_import
 from robust_train.gpu.cuda_order import started_driver
 from robust_train.host import linux, signals
 from robust_train.host.job_logging import adopt_hydra
-from robust_train.host.linux import FOREVER_SECONDS, readable
+from robust_train.host.linux import FOREVER_SECONDS, wait_until_readable
 from robust_train.host.loggers import change_words
-from robust_train.host.memory import own_memory
-from robust_train.host.screen import flush_output
+from robust_train.host.memory import read_own_memory
+from robust_train.host.streams import flush_output
 from robust_train.host.wire import EventSender
 from robust_train.model.errors import ConfigError
 from robust_train.model.events import (
@@ -69,10 +69,10 @@ def main() -> NoReturn:
     """Import modules for the launcher until it sends an attempt, then run the attempt and end."""
     # A signal to all processes of a job stays pending until the attempt can handle it.
     signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOP_SIGNALS)
-    signals.keep_ends_of_children()
+    signals.keep_exit_status_of_children()
     starter, descriptor = (int(number) for number in sys.argv[1:])
     # The reaper sends the same signal, and kills the processes that remain.
-    linux.signal_at_parents_death(signals.stop_signal(os.environ))
+    linux.signal_at_parents_death(signals.choose_stop_signal(os.environ))
     if os.getppid() != starter:
         os._exit(1)
     # A trainer that is pickled by value finds its names in this module. An empty module also keeps
@@ -120,7 +120,7 @@ def _receive(channel: socket.socket) -> list[int]:
         The descriptors of the message. The first is the file with its content. Empty if the
             launcher has closed the channel.
     """
-    readable([channel.fileno()], FOREVER_SECONDS)
+    wait_until_readable([channel.fileno()], FOREVER_SECONDS)
     try:
         data, descriptors, _, _ = socket.recv_fds(channel, 1, _MOST_DESCRIPTORS)
     except ConnectionResetError:
@@ -150,7 +150,7 @@ def _prepare(wanted: Preparation, channel: socket.socket) -> Prepared:
         pause = 0.0
         with _silence():
             for name in names:
-                if readable([channel.fileno()], pause):
+                if wait_until_readable([channel.fileno()], pause):
                     break
                 started = time.monotonic()
                 _import_quietly(name)
@@ -291,7 +291,7 @@ class _Reporter:
         modules = tuple(name for name in names if name not in _AT_THE_START)
         if len(modules) > self._reported:
             self._reported = len(modules)
-            self.send(LibrariesImported(modules, own_memory().get("VmRSS", 0)))
+            self.send(LibrariesImported(modules, read_own_memory().get("VmRSS", 0)))
 
 
 def _set_start_method(request: AttemptRequest) -> None:

@@ -22,9 +22,9 @@ from robust_train.attempt.signals import stop_on_signals
 from robust_train.compat import run_exit_handlers, when_cuda_starts
 from robust_train.config.attempt import AttemptRequest, Begin, for_rank
 from robust_train.host import signals
-from robust_train.host.linux import FOREVER_SECONDS, readable
-from robust_train.host.loggers import speak_as_rank
-from robust_train.host.screen import flush_output
+from robust_train.host.linux import FOREVER_SECONDS, wait_until_readable
+from robust_train.host.loggers import show_only_warnings_of_rank
+from robust_train.host.streams import flush_output
 from robust_train.host.votes import Votes
 
 _STORE_HOST = "127.0.0.1"
@@ -82,7 +82,7 @@ def run_rank(
     flush()
     if store is not None:
         # Other ranks use the store until they end.
-        readable([channel.fileno()], FOREVER_SECONDS)
+        wait_until_readable([channel.fileno()], FOREVER_SECONDS)
     return 0
 
 
@@ -124,7 +124,7 @@ def set_up_torch(rank: int, request: AttemptRequest) -> Any:
     import torch.distributed
 
     if rank:
-        speak_as_rank(rank)
+        show_only_warnings_of_rank(rank)
     if request.spec.gpus:
 
         def choose_gpu() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from robust_train.files import plain
+from robust_train.files import to_plain
 from robust_train.memory.in_use import describe_memory, memory_in_use
 from robust_train.model.events import (
     EpochEnded,
@@ -145,7 +145,7 @@ class Reports:
         late_figures = [value for value in held.metrics.values() if hasattr(value, "has_arrived")]
         if waits or all(figure.has_arrived() for figure in late_figures):
             self._held = None
-            self.send(replace(held, metrics=plain(_figures_on_host(held.metrics))))
+            self.send(replace(held, metrics=to_plain(_figures_on_host(held.metrics))))
 
     def send_last_progress(self) -> None:
         """Send the newest step's figures, unless they were sent."""
@@ -154,19 +154,19 @@ class Reports:
         self._unsent = None
         if unsent is not None:
             figures = _figures_on_host(_start_copies(unsent.metrics))
-            self.send(replace(unsent, metrics=plain(figures)))
+            self.send(replace(unsent, metrics=to_plain(figures)))
 
     def epoch_ended(self, epoch: int, scalars: Mapping[str, float]) -> None:
         """Send an epoch's figures, and report the objective if it is among them."""
         self._warn_of_groups("epoch_ended", scalars)
-        figures = plain(dict(scalars))
+        figures = to_plain(dict(scalars))
         self.send_last_progress()
         self.send(EpochEnded(epoch, self.steps_done, figures))
         self.report_objective(figures, epoch)
 
     def record(self, event: str, fields: Mapping[str, Json]) -> None:
         """See :meth:`.run.Run.record`."""
-        figures = plain(dict(fields))
+        figures = to_plain(dict(fields))
         self.send(UserEvent(str(event), figures))
         self.report_objective(figures, figures.get("step"))
 

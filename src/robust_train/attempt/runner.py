@@ -26,7 +26,7 @@ from robust_train.attempt.run import Run, live_of
 from robust_train.attempt.supports import CHECKPOINTING, find_support, watch_reads
 from robust_train.config.attempt import AttemptRequest
 from robust_train.config.schema import RobustConfig
-from robust_train.files import plain
+from robust_train.files import to_plain
 from robust_train.host.votes import Flags
 from robust_train.memory.in_use import memory_in_use
 from robust_train.model.errors import TrainingStopped
@@ -119,7 +119,7 @@ def _train(
         live.stops.note_cooperation()
         save_owed_checkpoint(live)
     figures = select_figures(result, request.config.objective)
-    return Finished(plain(figures, "the trainer's result"))
+    return Finished(to_plain(figures, "the trainer's result"))
 
 
 def _failure_in(raised: BaseException, request: AttemptRequest) -> BaseException | None:

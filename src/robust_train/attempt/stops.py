@@ -58,7 +58,7 @@ class Stops:
 
     def _read_stop_flag(self) -> bool:
         self.is_cooperative = True
-        return bool(self._flags.look(STOP, self._rank))
+        return bool(self._flags.read_flag(STOP, self._rank))
 
     def note_saving(self) -> None:
         """Record that the trainer saves on request."""
@@ -78,7 +78,7 @@ class Stops:
         if self._checkpoint_answers or (self._promised and not is_writing):
             self.raise_checkpoint()
         before = self._checkpoint_flag_seen
-        self._checkpoint_flag_seen = self._flags.look(CHECKPOINT, self._rank)
+        self._checkpoint_flag_seen = self._flags.read_flag(CHECKPOINT, self._rank)
         is_due = self._checkpoint_flag_seen > before
         if self._read_stop_flag() and not self._saves_last:
             self._saves_last = True

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from omegaconf import AnyNode, Container, DictConfig
 
 from robust_train.model.errors import UserError
-from robust_train.readable import meant
+from robust_train.readable import suggest
 
 CHECKPOINTING = "gradient_checkpointing"
 WORKERS = "num_workers"
@@ -35,7 +35,7 @@ def find_support(trainer: object, has_read: Callable[[str], bool]) -> Callable[[
         return lambda feature: has_read(_KEYS_OF_FEATURES[feature])
     for name in declared:
         if name not in _KEYS_OF_FEATURES:
-            hint = meant(str(name), _KEYS_OF_FEATURES)
+            hint = suggest(str(name), _KEYS_OF_FEATURES)
             raise UserError(f"supports={name!r}: no such feature; {hint}")
     return frozenset(declared).__contains__
 

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import TextIO
 
 from robust_train.host import screen
-from robust_train.host.linux import readable
+from robust_train.host.linux import wait_until_readable
 from robust_train.host.loggers import standard_error, standard_output
-from robust_train.host.screen import descriptor_of, flush_output
+from robust_train.host.streams import descriptor_of, flush_output
 
 _TAIL_BYTES = 16_384
 # At most this many blocks are read in turn, because signals and events have to be handled as well.
@@ -94,7 +94,7 @@ class OutputStream:
     def settle(self) -> None:
         """Let an unfinished line scroll up like a finished line."""
         if self._target >= 0:
-            screen.settle(self._target, source=self)
+            screen.end_line(self._target, source=self)
 
     def close(self) -> None:
         """Close both ends."""
@@ -191,7 +191,7 @@ class OutputPump:
     def drain(self) -> None:
         """Pass on the remaining output after the child has ended. A terminal delivers it a little
         later."""
-        while readable(self.descriptors, 0.02) and self.move():
+        while wait_until_readable(self.descriptors, 0.02) and self.move():
             pass
 
     def close(self) -> None:
@@ -269,7 +269,7 @@ def _copy_settings(source: int, target: int) -> None:
 def _end_input(master: int, child: int) -> None:
     """Send an end of file to readers of the child's terminal."""
     attributes = termios.tcgetattr(child)
-    if attributes[3] & termios.ICANON and not readable([child], 0):
+    if attributes[3] & termios.ICANON and not wait_until_readable([child], 0):
         os.write(master, attributes[6][termios.VEOF])
 
 

@@ -20,7 +20,7 @@ from typing import IO
 
 from robust_train.config.values import URLS_VARIABLE
 from robust_train.model.events import Json
-from robust_train.readable import shortened
+from robust_train.readable import shorten
 
 _LIMIT_SECONDS = 30
 _AFTER_KILL_SECONDS = 1.0
@@ -62,7 +62,7 @@ class Delivery:
                 return ""
             errors.seek(max(errors.seek(0, os.SEEK_END) - _MOST_ERROR_BYTES, 0))
             lines = errors.read().decode(errors="replace").strip().splitlines()
-        return shortened(lines[-1], 300) if lines else f"exit code {process.returncode}"
+        return shorten(lines[-1], 300) if lines else f"exit code {process.returncode}"
 
 
 def start_delivery(

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 from robust_train.gpu.bounded import printed_by
 from robust_train.gpu.processes import user_name
-from robust_train.host.screen import flush_output
 from robust_train.host.signals import SignalWatch
+from robust_train.host.streams import flush_output
 
 if TYPE_CHECKING:
     from robust_train.config.schema import RobustConfig
@@ -85,7 +85,7 @@ def start() -> int:
             start_new_session=True,
         )
         os.close(write_end)
-        with signals.handed_to(pass_on):
+        with signals.hand_signals_to(pass_on):
             # A signal may have arrived before this block.
             if signals.received:
                 pass_on(signals.received)

@@ -28,15 +28,15 @@ from robust_train.host import reaper
 from robust_train.host.linux import (
     TICK_SECONDS,
     become_subreaper,
-    children,
     collect,
     job_mark,
     kill_descendants,
-    readable,
+    list_children,
     set_mark,
     shared_machine_environment,
+    wait_until_readable,
 )
-from robust_train.host.signals import ORPHAN_GRACE_SECONDS, STOP_SIGNALS, stop_signal
+from robust_train.host.signals import ORPHAN_GRACE_SECONDS, STOP_SIGNALS, choose_stop_signal
 from robust_train.host.wire import read_events, send_file
 from robust_train.model.errors import ConfigError
 from robust_train.model.events import Event, Prepared
@@ -163,7 +163,12 @@ class Interpreters:
         become_subreaper()
         reader, self._reapers_pipe = os.pipe()
         with open(reader, "rb"), open(reaper.__file__, "rb") as file:
-            arguments = [reader, self._owner, int(stop_signal(os.environ)), ORPHAN_GRACE_SECONDS]
+            arguments = [
+                reader,
+                self._owner,
+                int(choose_stop_signal(os.environ)),
+                ORPHAN_GRACE_SECONDS,
+            ]
             arguments += [int(signum) for signum in STOP_SIGNALS]
             program = [base_executable(), "-I", "-S", f"/dev/fd/{file.fileno()}"]
             self._reaper = self._start(
@@ -240,7 +245,7 @@ class Interpreters:
             if not pending:
                 return
             channels = [interpreter.channel.fileno() for interpreter in pending]
-            readable(self.pump.descriptors + channels, TICK_SECONDS)
+            wait_until_readable(self.pump.descriptors + channels, TICK_SECONDS)
             self.poll()
             for interpreter in pending:
                 # `read` handles the answers. Before its attempt, an interpreter has no events.
@@ -251,7 +256,7 @@ class Interpreters:
         """Collect orphaned descendants of interpreters that have ended. They are children of this
         process, because it is a subreaper."""
         pids = [interpreter.pid for interpreter in self._uncollected]
-        for child in children():
+        for child in list_children():
             with contextlib.suppress(psutil.Error):
                 has_ended = child.status() == psutil.STATUS_ZOMBIE
                 if has_ended and child.pid not in pids and self._is_ours(child):

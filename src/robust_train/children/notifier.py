@@ -25,7 +25,7 @@ from robust_train.folder.state import RunState, read_summary
 from robust_train.model.attempt import Attempt, AttemptEnded
 from robust_train.model.events import CheckpointFailed, CheckpointSaved, Event, Json, Notice
 from robust_train.model.failure import FailureKind
-from robust_train.readable import duration, shortened
+from robust_train.readable import duration, shorten
 
 log = logging.getLogger("robust_train")
 
@@ -68,18 +68,18 @@ def describe_event(event: str, state: RunState, result: Json, now: float) -> str
     """Return one line of text about an event. ``state`` is the job's new state."""
     job = f"{state.name} on {state.host}"
     spent = duration(state.seconds(now))
-    reason = shortened(state.reason or "", 300)
+    reason = shorten(state.reason or "", 300)
     match event:
         case "completed":
             outcome = reason
             if result is not None:
-                outcome = shortened(str(result), 200)
+                outcome = shorten(str(result), 200)
             line = f"{job} completed in {spent}"
             return f"{line}: {outcome}" if outcome else line
         case "cpu":
             return f"{job} trains on the CPU now, which may take far longer"
         case "waiting":
-            why = shortened(str((state.waiting or {}).get("reason", "")), 300)
+            why = shorten(str((state.waiting or {}).get("reason", "")), 300)
             waited = duration(max(now - state.since, 0.0))
             return f"{job} has waited {waited}: {why}"
     ending = "was interrupted" if event == "interrupted" else "failed"
@@ -166,7 +166,7 @@ class Notifier:
         """Start to deliver a notification, if the settings name its event."""
         if event not in self._settings.on and event != "test":
             return
-        text = shortened(text, 1000)
+        text = shorten(text, 1000)
         content = strict_json({"event": event, "text": text, "time": time.time(), **fields})
         command = self._settings.command
         urls = self._settings.urls

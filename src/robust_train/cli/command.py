@@ -1,4 +1,5 @@
-"""Describes commands and their options, and prints a command's answer."""
+"""The types of the command line: `Command` and `Option` describe a command in the table of
+``cli/commands.py``, and `Answer` is a command's result, which ``cli/main.py`` prints."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from robust_train.model.errors import EXIT_BAD_CONFIG, NotDoneError
 from robust_train.model.feature import load_named
-from robust_train.readable import aligned, cell_text
+from robust_train.readable import align_columns, cell_text
 
 if TYPE_CHECKING:
     from robust_train.model.events import Json
@@ -26,7 +27,7 @@ class Option:
 
     names: tuple[str, ...]
     settings: dict[str, Any]
-    key: str = ""  # that it gives a value, or the override that a flag is
+    key: str = ""  # the config key that the option sets, or for a flag the override KEY=VALUE
 
 
 def option(*names: str, key: str = "", **settings: Any) -> Option:
@@ -45,14 +46,15 @@ class Command:
     Attributes:
         name: one or two words, such as ``memory clear``.
         help: its effect, in one short line.
-        function: ``module:function`` in ``robust_train.cli``, imported when the command runs. It
-            takes the parsed arguments, its own name as ``command`` among them, and returns an
-            `Answer`, or the exit code if it printed everything itself.
+        function: ``module:function`` in ``robust_train.cli``, imported when the command runs. The
+            function takes the parsed arguments, which include the command's name as ``command``.
+            It returns an `Answer`, or the exit code if it printed everything itself.
         options: its arguments, in addition to ``--help``.
-        about: its effect in full. ``help`` if empty.
+        about: its effect in full. If empty, ``help`` is shown instead.
         epilog: ``module:NAME`` of a text to print below the options.
-        takes_program: a command line follows, as ``arguments.program``.
-        parses_itself: the function takes the arguments as a list of strings.
+        takes_program: after the options, the command line of a program follows. It is in
+            ``arguments.program``.
+        parses_itself: the function takes the unparsed arguments, as a list of strings.
     """
 
     name: str
@@ -66,7 +68,7 @@ class Command:
 
     @property
     def options_with_value(self) -> set[str]:
-        """The names of the options that a value follows."""
+        """The names of the options that take a value."""
         return {
             name
             for each in self.options
@@ -76,17 +78,20 @@ class Command:
 
 
 def load(reference: str) -> Any:
-    """Import what ``module:name`` in this package refers to."""
+    """Import the object that ``module:name`` in ``robust_train.cli`` refers to."""
     return load_named(f"robust_train.cli.{reference}")
 
 
-def confirmed(question: str, arguments: argparse.Namespace) -> bool:
-    """Return whether the user, or ``--yes``, agrees. Raises NotDoneError without a terminal."""
+def ask_user(question: str, arguments: argparse.Namespace) -> bool:
+    """Ask a question, and return whether the user agrees. ``--yes`` agrees without a question.
+
+    Raises:
+        UsageError: there is no terminal to ask on.
+    """
     if arguments.yes:
         return True
     if arguments.json or not sys.stdin.isatty():
-        problem = "not a terminal: pass --yes, or --dry-run to only list them"
-        raise UsageError(problem)
+        raise UsageError("not a terminal: pass --yes, or --dry-run to only list them")
     try:
         return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:
@@ -95,22 +100,22 @@ def confirmed(question: str, arguments: argparse.Namespace) -> bool:
 
 
 class UsageError(NotDoneError):
-    """The command line, or what it names, cannot be used."""
+    """The command line has a mistake, or names something that cannot be used."""
 
     exit_code = EXIT_BAD_CONFIG
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under named columns. None or empty cells are unknown, and integers are aligned to the
-    right."""
+    """Rows below the columns' names. None and empty cells are shown as unknown, and integers are
+    aligned to the right."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[object]]
 
     def print(self) -> None:
         """Print plain columns. On a narrow terminal, long cells fold."""
-        lines = aligned(self.rows, self.columns)
+        lines = align_columns(self.rows, self.columns)
         width = shutil.get_terminal_size().columns
         if not sys.stdout.isatty() or max(map(len, lines)) <= width:
             print("\n".join(lines))
@@ -123,21 +128,21 @@ class Table:
         for column in self.columns:
             table.add_column(column)
         for row in self.rows:
-            # A cell is a Text, because a name may contain what rich reads as markup. A UUID is to
-            # be copied, so it folds rather than lose its end.
+            # A name may contain rich's markup, which only a Text shows as it is. Cells fold instead
+            # of losing their end, so that a UUID can be copied.
             table.add_row(*(Text(cell_text(cell), overflow="fold") for cell in row))
         Console().print(table)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The findings or the effect of a command.
+    """The result of a command.
 
     Attributes:
         data: for programs (``--json``), in JSON's types.
         shown: for people, from top to bottom.
         warnings: for people, on stderr.
-        asides: warnings without the word, for a command whose output is pasted.
+        asides: lines on stderr without the word "warning", for a command whose output is pasted.
         error: the reason why the command failed, empty if it succeeded.
         exit_code: the command's exit code. With an error, 0 becomes 1.
     """
@@ -168,15 +173,22 @@ class Answer:
                 print(part)
 
 
-def checked(
+def converter(
     convert: Callable[[str], float], accepts: Callable[[float], bool], accepted: str
 ) -> Callable[[str], float]:
-    """Return a converter for an option's value that refuses other values in one line."""
+    """Return a converter for an option's value.
 
-    def read(text: str) -> float:
+    Args:
+        convert: ``int`` or ``float``.
+        accepts: whether a value is accepted.
+        accepted: the accepted values in words, for the message that refuses another value.
+    """
+
+    def convert_accepted(text: str) -> float:
         with contextlib.suppress(ValueError):
-            if accepts(value := convert(text)):
+            value = convert(text)
+            if accepts(value):
                 return value
         raise argparse.ArgumentTypeError(f"{text}: accepted is {accepted}")
 
-    return read
+    return convert_accepted

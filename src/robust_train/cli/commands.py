@@ -1,27 +1,29 @@
-"""The commands of ``robust-train``: names, help and completion come from this table.
+"""The table of the commands of ``robust-train``. ``cli/main.py`` finds a command here, and help and
+shell completion are made from it.
 
-Nothing is imported here that a command needs, so that ``--help`` answers at once.
+It names each command's function by a string, and imports nothing that only a command needs, so that
+``--help`` answers at once.
 """
 
 from __future__ import annotations
 
-from robust_train.cli.command import Command, checked, flag, option
+from robust_train.cli.command import Command, converter, flag, option
 
 _JSON = flag("--json", help="print JSON for programs; sizes in bytes")
 _RUN = option("--run", metavar="ID|PATH|PID", help="which run; default: your only live one")
 _WHICH_HELP = (
-    "id, run folder, sweep folder or job name; default: your only live job, else the last of "
-    "this directory"
+    "id, run folder, sweep folder or job name; default: your only live job, else the last job "
+    "of this directory"
 )
 _WHICH = option("which", nargs="?", metavar="RUN", help=_WHICH_HELP)
-_AMOUNT = checked(int, lambda n: n >= 0, "an integer of 0 or more")
-_DAYS = checked(float, lambda n: n >= 0, "a number of 0 or more")
-_SHARE = checked(float, lambda n: 0 < n <= 1, "a number over 0, up to 1")
+_AMOUNT = converter(int, lambda n: n >= 0, "an integer of 0 or more")
+_DAYS = converter(float, lambda n: n >= 0, "a number of 0 or more")
+_SHARE = converter(float, lambda n: 0 < n <= 1, "a number over 0, up to 1")
 _FOLDER = option("path", metavar="FOLDER", help="a sweep folder")
 _YES = flag("--yes", "-y", help="do not ask")
 _QUEUE_DIR = option("--dir", help="the queue directory, as in gpu_queue=PATH")
 _FORCE = flag(
-    "--force", help="also drop what is unreachable but uncollected, and name what is still held"
+    "--force", help="also collect unreachable objects, and name the objects that still hold memory"
 )
 
 _STARTING = (
@@ -47,7 +49,7 @@ _STARTING = (
                 "--gradient-accumulation",
                 key="training.gradient_accumulation_steps",
                 metavar="N",
-                help="micro-batches in an optimizer step (1)",
+                help="micro-batches per optimizer step (1)",
             ),
             option(
                 "--min-batch-size",
@@ -58,13 +60,13 @@ _STARTING = (
             flag(
                 "--keep-effective-batch",
                 key="preserve_effective_batch_size=true",
-                help="stop where the script cannot make up for a smaller micro-batch",
+                help="stop if the script cannot make up for a smaller micro-batch",
             ),
             option(
                 "--learning-rate",
                 key="training.lr",
                 metavar="LR",
-                help="the {learning_rate} of the first attempt",
+                help="the value of {learning_rate} in the first attempt",
             ),
             option(
                 "--scale-learning-rate",
@@ -103,19 +105,19 @@ _STARTING = (
                 "--checkpoint",
                 key="trainer.checkpoint_glob",
                 metavar="GLOB",
-                help="the script's own checkpoints, as 'ckpt/*.pt'",
+                help="the script's own checkpoints, such as 'ckpt/*.pt'",
             ),
             option(
                 "--resume-argv",
                 key="trainer.resume_argv",
                 metavar="ARGUMENTS",
-                help="append these if there is a checkpoint, as '--resume {checkpoint}'",
+                help="append these if there is a checkpoint, such as '--resume {checkpoint}'",
             ),
             option(
                 "--stop-signal",
                 key="trainer.stop_signal",
                 choices=("TERM", "INT", "USR1"),
-                help="asks the script to stop, as at Ctrl-C (TERM)",
+                help="the signal that asks the script to stop, for example at Ctrl-C (TERM)",
             ),
             option(
                 "overrides",
@@ -124,30 +126,30 @@ _STARTING = (
                 help="any other key of configs/robust.yaml",
             ),
         ),
-        about="Run a script in any language on the best GPU, waiting for one if need be. If memory "
-        "runs out, start it again with a smaller batch.",
+        about="Run a script in any language on the best GPU, and wait for a GPU if necessary. If "
+        "memory runs out, start the script again with a smaller batch.",
         epilog="run_script:EPILOG",
         takes_program=True,
     ),
     Command(
         "resume",
-        "continue with a job or sweep that has ended",
+        "resume a job or sweep that has ended",
         "resume:resume",
         (
             option("which", nargs="?", metavar="RUN", help=_WHICH_HELP),
-            option("overrides", nargs="*", metavar="KEY=VALUE", help="other values from now on"),
-            flag("--all", help="all that no one ended, in the background"),
+            option("overrides", nargs="*", metavar="KEY=VALUE", help="new values from now on"),
+            flag("--all", help="resume all jobs that you did not stop, in the background"),
         ),
-        about="Continue a job, script or sweep by its own command, in its own working directory, "
-        "with the environment of this command. --all: after a reboot, all jobs that were killed or "
-        "ended by a signal of the system. On a host with systemd, robust-train completion --help "
-        "shows a unit that does this at each start.",
+        about="Resume a job, script or sweep by its own command, in its own working directory, "
+        "with the environment of this command. --all: for example after a reboot, resume all jobs "
+        "that were killed or were ended by a signal of the system. On a host with systemd, "
+        "robust-train completion --help shows a unit that does this at each start.",
     ),
     Command(
         "init",
         "write a new project that trains at once",
-        "set_up:init",
-        (option("dir", metavar="DIR", help="made if need be; nothing is overwritten"),),
+        "init:write_project",
+        (option("dir", metavar="DIR", help="created if necessary; nothing is overwritten"),),
     ),
 )
 
@@ -159,9 +161,9 @@ _WATCHING = (
         (
             option("which", nargs="?", metavar="SWEEP", help="a sweep folder: list its jobs"),
             _JSON,
-            flag("--paths", help="whole paths, however long the lines are"),
-            flag("--all", help="also those older than the newest 20, and those that were refused"),
-            flag("--live", help="only those that are alive"),
+            flag("--paths", help="show whole paths, however long the lines are"),
+            flag("--all", help="not only the newest 20, and also jobs that were refused"),
+            flag("--live", help="only jobs that are alive"),
         ),
     ),
     Command(
@@ -169,35 +171,35 @@ _WATCHING = (
         "show the state of a job",
         "runs:status",
         (_WHICH, _JSON),
-        about="Show the state of a live job, or the last state of one that ended: device, batch, "
+        about="Show the state of a live job, or the last state of a job that ended: device, batch, "
         "step, loss, last checkpoint, memory.",
     ),
     Command(
         "logs",
-        "print what a job's last attempt printed",
-        "runs:logs",
+        "print the output of a job's last attempt",
+        "output:logs",
         (
             _WHICH,
             flag(
                 "-f",
                 "--follow",
-                help="print new output too, of later attempts as well, until the job ends",
+                help="continue with new output, and with later attempts, until the job ends",
             ),
             option(
                 "--attempt",
                 type=int,
                 metavar="N",
-                help="the output of attempt N instead of the last one",
+                help="the output of attempt N instead of the last attempt",
             ),
         ),
     ),
-    Command("attach", "show a live job as its own terminal would", "runs:attach", (_WHICH,)),
+    Command("attach", "show a live job as its own terminal would", "output:attach", (_WHICH,)),
     Command(
         "wait",
         "wait for jobs or sweeps to end",
         "runs:wait",
         (option("which", nargs="*", metavar="RUN", help=_WHICH_HELP),),
-        about="Wait for jobs or sweeps to end. The exit code is that of the first that did not "
+        about="Wait for jobs or sweeps to end. The exit code is that of the first job that did not "
         "complete.",
     ),
     Command("checkpoint", "save a checkpoint at the next step", "runs:request", (_WHICH, _JSON)),
@@ -209,7 +211,7 @@ _WATCHING = (
     ),
     Command(
         "stop",
-        "save a checkpoint and end, as at SIGTERM",
+        "save a checkpoint and end, like SIGTERM",
         "runs:stop",
         (_WHICH, flag("--now", help="end a job that is stopping already"), _JSON),
     ),
@@ -221,8 +223,8 @@ _MACHINE = (
         "change how many jobs of a sweep run at once",
         "runs:limit",
         (_FOLDER, option("number", type=_AMOUNT, metavar="N", help="0: no more jobs start"), _JSON),
-        about="Change how many jobs of a sweep under gpu_queue or one of our sweepers run at once "
-        "while it runs. Jobs that run are not stopped.",
+        about="Change how many jobs of a live sweep run at once, under gpu_queue or one of our "
+        "sweepers. Running jobs are not stopped.",
     ),
     Command(
         "sweep best",
@@ -230,42 +232,42 @@ _MACHINE = (
         "runs:best",
         (
             _FOLDER,
-            flag("--checkpoint", help="print the path of its checkpoint instead"),
+            flag("--checkpoint", help="print the path of the best job's checkpoint instead"),
             flag("--minimize", help="the smallest result is the best, whatever the sweep says"),
             _JSON,
         ),
-        about="Print the overrides that decide what the best job of a sweep so far computes, as "
-        "words for a shell; of repeated jobs the best of those with the best mean. The largest "
-        "result is the best, or the smallest with sweep_direction=minimize.",
+        about="Print the overrides of the sweep's best job so far, as words for a shell. If jobs "
+        "were repeated, it is the best job of the overrides with the best mean. The largest result "
+        "is the best, or the smallest with sweep_direction=minimize.",
     ),
     Command(
         "queue",
         "show which jobs run and wait here, and why",
-        "machine:queue",
+        "machine:show_queue",
         (_JSON, flag("--verbose", help="show the reservations on each GPU"), _QUEUE_DIR),
-        about="Show the jobs on this host: those that run, with their GPUs, and those that wait, "
-        "with their queue position (#) and the reason.",
+        about="Show the jobs on this host: running jobs with their GPUs, and waiting jobs with "
+        "their queue position (#) and the reason why they wait.",
     ),
     Command(
         "gpus",
         "show this machine's GPUs and who uses them",
-        "machine:gpus",
+        "machine:show_gpus",
         (_JSON,),
         about="Show this machine's GPUs: index, name, UUID, memory, utilization, and the processes "
         "on them.",
     ),
     Command(
         "need",
-        "say how much GPU memory a job needs",
-        "of_features:answer",
+        "show how much GPU memory a job needs",
+        "feature_commands:answer",
         (
             flag("--probe", help="run the program first, for ten steps, and measure it"),
             option("--batch-size", metavar="N", help="the {batch_size} of the probe run"),
             _JSON,
         ),
-        about="Say how much memory a run held on its GPUs at its peak, what that is made of, the "
-        "smallest GPU of this host that it fits, and the micro-batch that fits each GPU. PROGRAM "
-        "is the id or the folder of a run, or a command line that has run before.",
+        about="Show how much memory a run held on its GPUs at its peak, the parts of that memory, "
+        "the smallest GPU of this host that the run fits, and the micro-batch that fits each GPU. "
+        "PROGRAM is the id or the folder of a run, or a command line that has run before.",
         takes_program=True,
     ),
     Command(
@@ -273,7 +275,7 @@ _MACHINE = (
     ),
     Command(
         "memory clear",
-        "release what a live run does not use",
+        "release memory that a live run does not use",
         "memory:request",
         (_FORCE, _RUN, _JSON),
     ),
@@ -292,7 +294,10 @@ _MACHINE = (
         about='Print shell lines for later programs: eval "$(robust-train memory enable)"',
     ),
     Command(
-        "memory snapshot", "write what a live run has allocated", "memory:request", (_RUN, _JSON)
+        "memory snapshot",
+        "write a live run's allocations to a file",
+        "memory:request",
+        (_RUN, _JSON),
     ),
     Command(
         "memory kill",
@@ -300,14 +305,14 @@ _MACHINE = (
         "memory:kill",
         (
             _YES,
-            flag("--dry-run", help="show the processes, end none"),
+            flag("--dry-run", help="only show the processes"),
             option(
                 "--pid",
                 type=int,
                 action="append",
                 default=[],
                 metavar="PID",
-                help="only this process (repeatable); root may name processes of others",
+                help="only this process (repeatable); root may name processes of other users",
             ),
             _JSON,
         ),
@@ -315,20 +320,20 @@ _MACHINE = (
     ),
     Command(
         "doctor",
-        "say which GPUs are usable, or why not",
+        "show which GPUs are usable, or why not",
         "doctor:doctor",
         (
             option("--include", metavar="GPU", help="use the excluded GPU with this UUID again"),
             flag(
                 "--probe",
-                help="use less than 2 GiB of each GPU on which no one computes, for some seconds: "
-                "allocate, run out of memory, recover",
+                help="on each idle GPU, allocate, run out of memory and recover, within 2 GiB and "
+                "some seconds",
             ),
             _QUEUE_DIR,
             _JSON,
         ),
-        about="Say for each GPU whether it is usable, or why not. Show the driver, the queue "
-        "directory, excluded GPUs, and what a bug report needs.",
+        about="Show for each GPU whether it is usable, or why not. Show the driver, the queue "
+        "directory, excluded GPUs, and the facts that a bug report needs.",
     ),
 )
 
@@ -343,33 +348,33 @@ _MORE = (
                 type=_DAYS,
                 default=30.0,
                 metavar="N",
-                help="only of jobs that ended so many days ago, or earlier (30)",
+                help="only of jobs that ended at least N days ago (30)",
             ),
             flag("--all", help="also of jobs that did not complete, with their checkpoints"),
             _YES,
-            flag("--dry-run", help="show the folders, remove none"),
+            flag("--dry-run", help="only show the folders"),
             _JSON,
         ),
-        about="Remove the run folders of jobs that completed long ago: what, how old and how large "
-        "is shown first. A folder with files that are older than its job stays.",
+        about="Remove the run folders of jobs that completed long ago. The folders are listed "
+        "first, with their age and size. A folder with files that are older than its job stays.",
     ),
     Command(
         "report",
         "write report.html of a run or sweep",
-        "set_up:report",
+        "report:write_report",
         (
             _WHICH,
             flag("--open", help="show it in the browser"),
-            flag("--cite", help="print what a paper may say about the job instead"),
+            flag("--cite", help="print sentences about the job for a paper instead"),
             flag("--json", help="print the data instead, for programs"),
         ),
-        about="Write report.html of a run or a sweep from its journals: while it runs, after it "
-        "has ended, or if it died.",
+        about="Write report.html of a run or a sweep from its journals, while it runs, after it "
+        "has ended, or after it died.",
     ),
     Command(
         "notify test",
         "send a notification as a job would",
-        "set_up:notify",
+        "notify:send_test",
         (
             option(
                 "overrides",
@@ -384,7 +389,7 @@ _MORE = (
     Command(
         "completion",
         "print shell completion for bash and zsh",
-        "set_up:completion",
+        "completion:print_script",
         about="Print a script that completes commands, keys, choices and jobs in bash and zsh.",
         epilog="resume:UNIT",
     ),
@@ -422,8 +427,8 @@ OTHER_NAMES = {
     "nvidia-smi": "gpus",
     "check": "doctor",
 }
-"""Commands of other tools, and the command here that does the same. Similar letters would lead them
-elsewhere: ``tail`` resembles ``train``."""
+"""Suggestions for names of commands that other tools have. The most similar name would be wrong:
+``tail`` resembles ``train``."""
 
 
 def members_of(group: str) -> dict[str, Command]:

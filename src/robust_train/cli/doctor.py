@@ -1,7 +1,8 @@
-"""``robust-train doctor``: whether each GPU is usable, the host's queue, facts for a bug report.
+"""``robust-train doctor``: shows whether each GPU is usable, the host's queue, and the facts for a
+bug report.
 
 ``--probe`` uses a GPU for a few seconds, runs out of memory and recovers. `probe` starts this file
-in a separate process, with a time limit, which calls `exercise`.
+as a separate process with a time limit, and that process calls `exercise`.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import platform
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from robust_train.cli.command import Answer, Table
-from robust_train.cli.machine import machine
+from robust_train.cli.machine import machine_as_json
 from robust_train.compat import torch_cuda_version
 from robust_train.config.schema import RobustConfig
 from robust_train.gpu.bounded import NoAnswerError, run_command
@@ -27,7 +28,7 @@ from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.processes import find_holders, sees_host_pids, user_name
 from robust_train.gpu.select import others_on
 from robust_train.gpu.visible import VARIABLE
-from robust_train.host.memory import cgroup_rooms, read_host_memory
+from robust_train.host.memory import read_cgroup_limits, read_host_memory
 from robust_train.model.errors import EXIT_FAILED
 from robust_train.model.events import Json
 from robust_train.model.gpu import GpuInfo, Inventory
@@ -42,9 +43,10 @@ _CONTAINER_MARKS = (Path("/.dockerenv"), Path("/run/.containerenv"))
 _DEFAULT_MB = RobustConfig.min_gpu_memory_mb
 _PACKAGES = ("robust-train", "torch", "nvidia-ml-py", "psutil")
 _PROBE_SECONDS = 90.0
-_PROBE_CACHE_BYTES = 1 * GIB  # beside it are CUDA's context and libraries
-_PARTS = 8
-_PARTS_OF_THEIR_OWN = {"gpus", "skipped", "queue", "probes"}
+_PROBE_CACHE_BYTES = 1 * GIB  # in addition to CUDA's context and libraries
+_PARTS = 8  # the probe allocates its memory in parts of this size, 1/8
+# Parts of the answer that have lines of their own below the table of facts.
+_SHOWN_BELOW = {"gpus", "skipped", "queue", "probes"}
 
 
 def doctor(arguments: Namespace) -> Answer:
@@ -59,67 +61,108 @@ def doctor(arguments: Namespace) -> Answer:
     try:
         with contextlib.closing(Registry(path)) as registry:
             if arguments.include:
-                problem = f"--include {arguments.include}: you have not excluded this GPU"
-                if registry.include(arguments.include):
-                    return Answer(shown=[f"{arguments.include} is no longer excluded"])
-                return Answer(error=problem)
+                return _include(arguments.include, registry)
             jobs = registry.jobs()
             inventory = replace(inventory, gpus=registry.mark_excluded(inventory.gpus))
             queue["jobs"] = len(jobs)
             queue["file_system"] = registry.file_system
-            if registry.owner:  # who could remove reservations of others
+            if registry.owner:
+                # The owner of the directory could remove other users' reservations.
                 queue["owner"] = user_name(registry.owner)
                 queue["tmpfiles_line"] = tmpfiles_line(path)
     except QueueError as error:
         queue["problem"] = str(error)
-    doubt = None
-    cuda = torch_cuda_version()
-    if not inventory.may_run(cuda):  # torch is not imported
-        versions = inventory.cuda_versions(cuda)
-        doubt = f"CUDA probably cannot work: {versions} (a guess; doctor --probe tries it)"
-    listing = machine(inventory, jobs)
-    busy = {uuid: job.shown_id for job in jobs for uuid in job.gpus}
+    listing = machine_as_json(inventory, jobs)
+    jobs_by_gpu = {uuid: job.shown_id for job in jobs for uuid in job.gpus}
     usable = []
     for gpu, row in zip(inventory.gpus, listing["gpus"], strict=True):
-        hidden = None if row["visible"] else f"hidden by {VARIABLE}"
-        row["why_not"] = (None if gpu.owned else gpu.unusable) or hidden
-        row["why_no_room"] = _why_no_room(gpu, busy.get(gpu.uuid))
+        row["why_not"] = None if gpu.owned else gpu.unusable
+        if row["why_not"] is None and not row["visible"]:
+            row["why_not"] = f"hidden by {VARIABLE}"
+        row["why_no_room"] = _why_no_room(gpu, jobs_by_gpu.get(gpu.uuid))
         if row["why_not"] is None:
-            usable.append((gpu, row))
+            usable.append((gpu, row["why_no_room"]))
     probes = []
-    for gpu, row in usable if arguments.probe else ():
-        # what others use is left alone
-        others = row["why_no_room"]
-        if not others:
-            others = others_on(gpu, find_holders([gpu]))
-        if others:
-            passed = True
-            text = f"not probed: {others}"
-        else:
-            print(f"probing GPU {gpu.index} …", file=sys.stderr)
-            passed, text = probe(gpu)
-            doubt = None if passed else doubt
-        result = {"index": gpu.index, "uuid": gpu.uuid}
-        probes.append({**result, "passed": passed, "result": text})
+    if arguments.probe:
+        probes = [_probe_if_idle(gpu, why_no_room) for gpu, why_no_room in usable]
+    doubt = _doubt_cuda(inventory)
+    if any(result.has_computed for result in probes):
+        doubt = None
     for row in listing["gpus"]:
         row["why_not"] = row["why_not"] or doubt
         row["usable"] = row["why_not"] is None
-    is_fine = any(row["usable"] for row in listing["gpus"]) and queue["problem"] is None
-    data = {**listing, **_facts(inventory), "queue": queue, "probes": probes}
-    return Answer(
-        data,
-        _shown(data),
-        exit_code=0 if is_fine and all(probe["passed"] for probe in probes) else EXIT_FAILED,
-    )
+    has_usable_gpu = any(row["usable"] for row in listing["gpus"])
+    has_passed = all(result.passed for result in probes)
+    is_fine = has_usable_gpu and has_passed and queue["problem"] is None
+    data = {
+        **listing,
+        **_collect_facts(inventory),
+        "queue": queue,
+        "probes": [result.as_json() for result in probes],
+    }
+    return Answer(data, _format(data), exit_code=0 if is_fine else EXIT_FAILED)
 
 
-def _facts(inventory: Inventory) -> dict[str, Json]:
-    """Return the facts for a bug report from this machine, without importing torch."""
+def _include(uuid: str, registry: Registry) -> Answer:
+    """Include an excluded GPU again."""
+    if registry.include(uuid):
+        return Answer(shown=[f"{uuid} is no longer excluded"])
+    return Answer(error=f"--include {uuid}: you have not excluded this GPU")
+
+
+def _doubt_cuda(inventory: Inventory) -> str | None:
+    """Return why CUDA probably cannot work, judged by versions, because torch is not imported."""
+    cuda = torch_cuda_version()
+    if inventory.may_run(cuda):
+        return None
+    versions = inventory.cuda_versions(cuda)
+    return f"CUDA probably cannot work: {versions} (a guess; doctor --probe tries it)"
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """The result of the probe of one GPU.
+
+    Attributes:
+        passed: the GPU has no problem, as far as is known.
+        has_computed: the GPU was probed and its results were right.
+        text: a line about the probe.
+    """
+
+    gpu: GpuInfo
+    passed: bool
+    has_computed: bool
+    text: str
+
+    def as_json(self) -> dict[str, Json]:
+        """Return the result as ``--json`` prints it."""
+        return {
+            "index": self.gpu.index,
+            "uuid": self.gpu.uuid,
+            "passed": self.passed,
+            "result": self.text,
+        }
+
+
+def _probe_if_idle(gpu: GpuInfo, why_no_room: str | None) -> ProbeResult:
+    """Probe a GPU, or skip it if someone uses it."""
+    used_by = why_no_room
+    if not used_by:
+        used_by = others_on(gpu, find_holders([gpu]))
+    if used_by:
+        return ProbeResult(gpu, passed=True, has_computed=False, text=f"not probed: {used_by}")
+    print(f"probing GPU {gpu.index} …", file=sys.stderr)
+    passed, text = probe(gpu)
+    return ProbeResult(gpu, passed=passed, has_computed=passed, text=text)
+
+
+def _collect_facts(inventory: Inventory) -> dict[str, Json]:
+    """Return this machine's facts for a bug report, without importing torch."""
     kernel = platform.release()
     return {
         "driver_cuda": inventory.cuda_version,
         "torch_cuda": torch_cuda_version(),
-        "cuda_order": _cuda_order(inventory),
+        "cuda_order": _describe_cuda_order(inventory),
         "mask": os.environ.get(VARIABLE),
         "packages": {name: _version(name) for name in _PACKAGES},
         "python": platform.python_version(),
@@ -127,7 +170,7 @@ def _facts(inventory: Inventory) -> dict[str, Json]:
         "wsl": "microsoft" in kernel.lower(),
         "container": not sees_host_pids() or any(mark.exists() for mark in _CONTAINER_MARKS),
         "host_memory_limit_bytes": read_host_memory().total,
-        "cgroup_limit_bytes": min((limit for limit, _ in cgroup_rooms()), default=None),
+        "cgroup_limit_bytes": min((limit for limit, _ in read_cgroup_limits()), default=None),
         "cpus": len(os.sched_getaffinity(0)),
     }
 
@@ -139,11 +182,11 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _cuda_order(inventory: Inventory) -> str | None:
-    """Return how CUDA's default order compares with NVML's, which is that of the PCI addresses."""
+def _describe_cuda_order(inventory: Inventory) -> str | None:
+    """Return NVML's numbers of the GPUs in CUDA's default order. NVML orders by PCI address."""
     if not inventory.gpus:
         return None
-    environ = {k: v for k, v in os.environ.items() if k != "CUDA_DEVICE_ORDER"}
+    environ = {name: text for name, text in os.environ.items() if name != "CUDA_DEVICE_ORDER"}
     try:
         uuids = cuda_order(environ)
     except CudaOrderError as error:
@@ -164,18 +207,13 @@ def _why_no_room(gpu: GpuInfo, job: str | None) -> str | None:
     return None
 
 
-def _shown(data: dict[str, Json]) -> list[str | Table]:
-    """Return the same for people."""
-    lines: list[str | Table] = [
-        Table(
-            ("what", "value"),
-            [
-                (name.removesuffix("_bytes").replace("_", " "), _text(name, value))
-                for name, value in data.items()
-                if value is not None and name not in _PARTS_OF_THEIR_OWN
-            ],
-        )
-    ]
+def _format(data: dict[str, Json]) -> list[str | Table]:
+    """Return the answer as lines for people."""
+    facts = []
+    for name, value in data.items():
+        if value is not None and name not in _SHOWN_BELOW:
+            facts.append((name.removesuffix("_bytes").replace("_", " "), _format_fact(name, value)))
+    lines: list[str | Table] = [Table(("what", "value"), facts)]
     for gpu in data["gpus"]:
         why = gpu["why_not"] or gpu["why_no_room"] or "usable"
         mps = ", MPS" if gpu["mps"] else ""
@@ -199,18 +237,18 @@ def _shown(data: dict[str, Json]) -> list[str | Table]:
     if line:
         lines.append(
             f"queue: {directory} belongs to {queue['owner']}, who could remove reservations of "
-            "others. This line in /etc/tmpfiles.d/robust-train.conf makes root its owner at the "
-            f"next boot:\n  {line}"
+            "other users. This line in /etc/tmpfiles.d/robust-train.conf makes root its owner at "
+            f"the next boot:\n  {line}"
         )
     if data["container"]:
         lines.append(
-            "queue: in a container, jobs of the host and of other containers are seen only if "
+            "queue: in a container, jobs of the host and of other containers are visible only if "
             "they share this directory (mount it, or set gpu_queue=PATH)"
         )
     return lines
 
 
-def _text(name: str, value: Json) -> str:
+def _format_fact(name: str, value: Json) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, dict):
@@ -219,11 +257,10 @@ def _text(name: str, value: Json) -> str:
 
 
 def probe(gpu: GpuInfo) -> tuple[bool, str]:
-    """Probe an unused GPU. Returns whether it passed, and a line about it."""
+    """Probe an unused GPU, and return whether it passed, and a line about it."""
+    environ = {**os.environ, VARIABLE: gpu.uuid}
     try:
-        done = run_command(
-            [sys.executable, "-m", __name__], _PROBE_SECONDS, {**os.environ, VARIABLE: gpu.uuid}
-        )
+        done = run_command([sys.executable, "-m", __name__], _PROBE_SECONDS, environ)
     except (OSError, NoAnswerError) as error:
         return False, str(error)
     printed = done.stderr if done.returncode else done.stdout
@@ -234,10 +271,30 @@ def probe(gpu: GpuInfo) -> tuple[bool, str]:
     return True, f"computed, ran out of memory and continued with 1/{last} of it"
 
 
+def probe_here() -> None:
+    """Exercise the first GPU of this process, and print the result: the main function of the probe
+    process."""
+    import torch
+
+    try:
+        # Starts CUDA.
+        torch.cuda.current_device()
+    except (AssertionError, RuntimeError) as error:
+        sys.exit(" ".join(str(error).split()))
+    total = torch.cuda.get_device_properties(0).total_memory
+    # Memory runs out at a limit of this process, so that another job that starts on the GPU has
+    # enough.
+    torch.cuda.set_per_process_memory_fraction(min(_PROBE_CACHE_BYTES / total, 1.0), 0)
+    print(exercise(torch.device("cuda", 0), _PROBE_CACHE_BYTES))
+
+
 def exercise(device: torch.device, free_bytes: int) -> int:
-    """Compute on a device, request twice its available memory, and continue. Returns the number of
-    parts into which that was split. Raises RuntimeError if a result is wrong, or memory never ran
-    out."""
+    """Compute on a device, request twice its free memory, recover with smaller requests, and return
+    the part of the memory that was allocated in the end, as N of 1/N.
+
+    Raises:
+        RuntimeError: a result is wrong, or memory did not run out.
+    """
     import torch
 
     from robust_train.step.oom_handler import adaptive_batch_training
@@ -247,28 +304,14 @@ def exercise(device: torch.device, free_bytes: int) -> int:
         raise RuntimeError("a product of matrices is wrong")
     sizes: list[int] = []
 
-    def use(batch_size: int) -> None:
+    def allocate(batch_size: int) -> None:
         sizes.append(batch_size)
         torch.empty(batch_size * (free_bytes // _PARTS), dtype=torch.uint8, device=device)
 
-    adaptive_batch_training(use, initial_batch_size=2 * _PARTS, min_batch_size=1)
+    adaptive_batch_training(allocate, initial_batch_size=2 * _PARTS, min_batch_size=1)
     if len(sizes) == 1:
-        raise RuntimeError("twice the memory was allocated")
+        raise RuntimeError("twice the free memory was allocated")
     return _PARTS // sizes[-1]
-
-
-def probe_here() -> None:
-    """Exercise the first GPU of this process, and print what was seen."""
-    import torch
-
-    try:
-        torch.cuda.current_device()  # starts CUDA
-    except (AssertionError, RuntimeError) as error:
-        sys.exit(" ".join(str(error).split()))
-    total = torch.cuda.get_device_properties(0).total_memory
-    # memory runs out at a limit of this process: others may come to the GPU meanwhile
-    torch.cuda.set_per_process_memory_fraction(min(_PROBE_CACHE_BYTES / total, 1.0), 0)
-    print(exercise(torch.device("cuda", 0), _PROBE_CACHE_BYTES))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,8 @@
-"""The task functions that Hydra calls: a job under the launcher, or a plain run."""
+"""The task functions that Hydra calls for one job, in the launcher's process.
+
+`robust_job` is that of ``train_robust.py``, `plain_job` that of ``train.py``, and `project_job`
+that of a project's ``main.py``. Hydra calls them once, or in a sweep once per job.
+"""
 
 from __future__ import annotations
 
@@ -35,38 +39,44 @@ from robust_train.sweep.session import session
 
 def robust_job(cfg: DictConfig) -> Any:
     """Run a job under the launcher. Returns the objective, NaN for a failed job of a sweep."""
-    return _job(cfg, remedies=True)
+    return _run(cfg, remedies=True)
 
 
 def plain_job(cfg: DictConfig) -> Any:
     """Run an attempt of the trainer in this process, on the device that the config names."""
-    return _job(plain_config(cfg), remedies=False)
+    return _run(plain_config(cfg), remedies=False)
 
 
 def project_job(task: Callable[..., Any], trainer: Callable[..., Any], cfg: DictConfig) -> Any:
     """Run a job of a Hydra project. Its ``main`` calls ``launch`` if the config builds on
     ``robust``. Otherwise ``main`` is the trainer."""
-    # that of a sweep which has ended before: `_job` returns how
+    # A job of a resumed sweep may have ended in an earlier launch. `_run` then returns its result.
     is_over = session.job is not None and not session.job.is_running
     if builds_on_ours(cfg) and not is_over:
         try:
             return task(cfg)
         except Exception as error:
-            # printed here, because Hydra puts lines of its own around what a job raises; in a sweep
-            # the job counts as failed
-            is_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
-            code = None if is_sweep else exit_code_of_error(error)
+            # In a sweep, the job counts as failed.
+            if HydraConfig.get().mode == RunMode.MULTIRUN:
+                raise
+            # Printed here, because Hydra surrounds the error of a job with its own lines.
+            code = print_with_exit_code(error)
             if code is None:
                 raise
             session.note(code)
             return None
-    return _job(with_group(cfg), remedies=True, trainer=trainer)
+    return _run(with_group(cfg), remedies=True, trainer=trainer)
 
 
-def check(cfg: DictConfig) -> None:
-    """Raise ConfigError for what can be seen without an attempt: no such trainer, or no data."""
+def check_before_sweep(cfg: DictConfig) -> None:
+    """Check the trainer and the data folder of a sweep's job, before any job starts.
+
+    Raises:
+        ConfigError: the trainer or the data folder does not exist.
+    """
     config = unchecked(cfg)
-    if config.target is None:  # reported by the job, for any command
+    if config.target is None:
+        # The job itself reports a missing target.
         return
     TrainerRef.of(config.target)
     root = config.data_folder
@@ -74,8 +84,8 @@ def check(cfg: DictConfig) -> None:
         raise ConfigError(f"dataset.root={root}: no such folder")
 
 
-def _job(cfg: DictConfig, *, remedies: bool, trainer: Callable[..., Any] | None = None) -> Any:
-    """Run a job, alone or in a sweep, which continues without it if it does not complete."""
+def _run(cfg: DictConfig, *, remedies: bool, trainer: Callable[..., Any] | None = None) -> Any:
+    """Run a job, alone or in a sweep. A sweep continues if the job does not complete."""
     job = session.job
     try:
         if job is not None and job.status == Status.REFUSED:
@@ -89,7 +99,7 @@ def _job(cfg: DictConfig, *, remedies: bool, trainer: Callable[..., Any] | None 
             return summary.objective
         session.job_ended(summary.status, exit_code_of(summary), summary.reason)
     except ConfigError as error:
-        # printed here, because Hydra puts lines of its own around what a job raises
+        # Printed here, because Hydra surrounds the error of a job with its own lines.
         session.refuse(error)
         session.job_ended(Status.REFUSED, error.exit_code, str(error))
         hydra = HydraConfig.get()
@@ -100,18 +110,16 @@ def _job(cfg: DictConfig, *, remedies: bool, trainer: Callable[..., Any] | None 
         folder = sweep_folder()
         if folder is None or not sweep_stop_requested(folder):
             raise
-        # otherwise Hydra enters the other jobs of the sweep, and none of them is started
+        # Hydra now calls the sweep's other jobs too, and each ends at once.
     return math.nan if HydraConfig.get().mode == RunMode.MULTIRUN else None
 
 
-def exit_code_of_error(error: BaseException) -> int | None:
-    """Return the exit code for what ``launch`` raised in a project's ``main``, after its reason.
-
-    None: it is none of ours.
-    """
+def print_with_exit_code(error: BaseException) -> int | None:
+    """Print an error that ``launch`` raised in a project's ``main``, and return its exit code.
+    Print nothing and return None for the project's own errors."""
     if isinstance(error, JobInterrupted):
         return error.exit_code
-    # its own traceback, without the launcher's frames
+    # A TrainerFailedError has the trainer's own traceback, without the launcher's frames.
     shown = error.__cause__ if isinstance(error.__cause__, TrainerFailedError) else error
     code: int | None = getattr(shown, "exit_code", None)
     if code is not None:

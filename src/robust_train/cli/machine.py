@@ -1,4 +1,5 @@
-"""``robust-train gpus`` and ``queue``: this machine's GPUs and who waits for them."""
+"""``robust-train gpus`` and ``queue``: shows this machine's GPUs, and the jobs that run on them or
+wait for them. ``doctor`` and ``memory info`` use the listing of GPUs too."""
 
 from __future__ import annotations
 
@@ -15,15 +16,15 @@ from robust_train.cli.command import Answer, Table
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.processes import find_holders, is_hidden, is_there, user_name
 from robust_train.gpu.visible import VARIABLE, visible_gpus
-from robust_train.host.linux import named, processes_of
+from robust_train.host.linux import describe_processes, processes_of
 from robust_train.model.events import Json
 from robust_train.model.gpu import GpuInfo, Inventory
 from robust_train.queue.plan import Plan, describe, who_goes_first, why_waiting
 from robust_train.queue.queue_dir import QueueError, directory_for, is_made
 from robust_train.queue.registry import QueuedJob, Registry
-from robust_train.readable import MIB, as_clock, mib, shortened
+from robust_train.readable import MIB, as_clock, mib, shorten
 
-_OF_GPUS = (
+_GPU_COLUMNS = (
     "index",
     "name",
     "uuid",
@@ -35,11 +36,11 @@ _OF_GPUS = (
     "held by",
     "note",
 )
-_OF_JOBS = ("id", "#", "state", "job", "user", "MiB", "held", "GPU", "for")
-_LONGEST_NAME = 20  # the table of jobs fits 80 columns
+_JOB_COLUMNS = ("id", "#", "state", "job", "user", "MiB", "held", "GPU", "for")
+_LONGEST_NAME = 20  # so that the table of jobs fits 80 columns
 
 
-def gpus(arguments: Namespace) -> Answer:
+def show_gpus(arguments: Namespace) -> Answer:
     """Show a row for each GPU."""
     inventory = read_inventory()
     path = directory_for(None, os.environ)
@@ -49,18 +50,22 @@ def gpus(arguments: Namespace) -> Answer:
             with contextlib.closing(Registry(path)) as registry:
                 inventory = replace(inventory, gpus=registry.mark_excluded(inventory.gpus))
                 jobs = registry.jobs()
-    data = machine(inventory, jobs)
+    data = machine_as_json(inventory, jobs)
     shown: list[str | Table] = [data["problem"]] if data["problem"] else []
     if data["gpus"]:
-        rows = [_gpu_row(gpu, _reserved_by(gpu["uuid"], jobs)) for gpu in data["gpus"]]
-        shown.append(Table(_OF_GPUS, rows))
+        rows = [_gpu_row(gpu, _describe_reservation(gpu["uuid"], jobs)) for gpu in data["gpus"]]
+        shown.append(Table(_GPU_COLUMNS, rows))
     shown += [f"GPU {lost.index} skipped: {lost.reason}" for lost in inventory.skipped]
-    return Answer(data, shown, [data["warning"]] if data["warning"] else [])
+    warnings = [data["warning"]] if data["warning"] else []
+    return Answer(data, shown, warnings)
 
 
-def machine(inventory: Inventory, jobs: Sequence[QueuedJob]) -> dict[str, Json]:
-    """Return the GPUs in JSON's types: whether programs started here see them, since when their
-    ``jobs`` leave them idle, and the user and command of each process if known."""
+def machine_as_json(inventory: Inventory, jobs: Sequence[QueuedJob]) -> dict[str, Json]:
+    """Return the driver and the GPUs in JSON's types.
+
+    For each GPU, it has whether programs started here see the GPU, for how long its ``jobs`` have
+    left it idle, and the user and command of each process if known.
+    """
     visible = visible_gpus(inventory, os.environ)
     holders = find_holders(inventory.gpus)
     shown = {gpu.uuid for gpu in visible.gpus}
@@ -82,20 +87,25 @@ def machine(inventory: Inventory, jobs: Sequence[QueuedJob]) -> dict[str, Json]:
     }
 
 
-def _reserved_by(uuid: str, jobs: Sequence[QueuedJob]) -> str:
-    """Return which jobs have the GPU, though none of their processes may use it yet."""
+def _describe_reservation(uuid: str, jobs: Sequence[QueuedJob]) -> str | None:
+    """Return which jobs have reserved a GPU, even if they do not use it yet."""
     ids = [job.shown_id for job in jobs if uuid in job.gpus]
-    return f"reserved by {', '.join(ids)} (robust-train queue)" if ids else ""
+    return f"reserved by {', '.join(ids)} (robust-train queue)" if ids else None
 
 
-def _gpu_row(gpu: dict[str, Json], reserved: str) -> list[object]:
+def _gpu_row(gpu: dict[str, Json], reservation: str | None) -> list[object]:
     percent = gpu["utilization_percent"]
     processes = gpu["processes"]
-    notes = ["" if gpu["visible"] else f"hidden by {VARIABLE}", gpu["unusable"]]
+    notes = []
+    if not gpu["visible"]:
+        notes.append(f"hidden by {VARIABLE}")
+    if gpu["unusable"]:
+        notes.append(gpu["unusable"])
     if gpu["idle_seconds"] is not None:
         idle = as_clock(gpu["idle_seconds"])
-        reserved = f"idle for {idle} under its job (robust-train queue)"
-    notes.append(reserved)
+        notes.append(f"idle for {idle} under its job (robust-train queue)")
+    elif reservation is not None:
+        notes.append(reservation)
     return [
         gpu["index"],
         gpu["name"],
@@ -105,21 +115,24 @@ def _gpu_row(gpu: dict[str, Json], reserved: str) -> list[object]:
         gpu["total_bytes"] // MIB,
         None if percent is None else f"{percent}%",
         "?" if processes is None else len(processes),
-        ", ".join(map(_held_by, processes or ())),
-        "; ".join(filter(None, notes)),
+        ", ".join(_describe_process(process) for process in processes or ()),
+        "; ".join(notes),
     ]
 
 
-def _held_by(process: dict[str, Json]) -> str:
-    who = f"pid {process['pid']}"
+def _describe_process(process: dict[str, Json]) -> str:
+    """Return a process on a GPU, such as ``ann:python(4711) 800 MiB``."""
+    text = f"pid {process['pid']}"
     if process["command"] is not None:
-        who = f"{process['user']}:{process['command']}({process['pid']})"
-    draws = "" if process["computes"] else " (draws)"
-    used = process["used_bytes"]
-    return f"{who}{draws}{'' if used is None else f' {mib(used)}'}"
+        text = f"{process['user']}:{process['command']}({process['pid']})"
+    if not process["computes"]:
+        text += " (draws)"
+    if process["used_bytes"] is not None:
+        text += f" {mib(process['used_bytes'])}"
+    return text
 
 
-def queue(arguments: Namespace) -> Answer:
+def show_queue(arguments: Namespace) -> Answer:
     """Show the jobs that run and wait on this host."""
     path = directory_for(arguments.dir, os.environ)
     nothing = (
@@ -129,7 +142,8 @@ def queue(arguments: Namespace) -> Answer:
     if not is_made(path):
         data: dict[str, Json] = {"directory": str(path), "jobs": [], "excluded": []}
         return Answer(data, [nothing])
-    now = time.monotonic()  # when the records are read: reading the GPUs may take long
+    # The time at which the records are read, because reading the GPUs may take seconds.
+    now = time.monotonic()
     with contextlib.closing(Registry(path)) as registry:
         jobs_now = registry.jobs()
         excluded = registry.exclusions()
@@ -146,7 +160,7 @@ def queue(arguments: Namespace) -> Answer:
     jobs.sort(key=lambda job: job["position"] or 0)
     shown: list[str | Table] = [nothing]
     if jobs:
-        shown = [Table(_OF_JOBS, [_job_row(job) for job in jobs])]
+        shown = [Table(_JOB_COLUMNS, [_job_row(job) for job in jobs])]
     shown += [f"job {job['id']}: {job['reason']}" for job in jobs if job["reason"]]
     shown += describe(jobs_now, gpus) if arguments.verbose else ()
     shown += [f"{gpu.uuid}: {gpu.sentence()}" for gpu in excluded]
@@ -159,18 +173,12 @@ def _job_as_json(
 ) -> dict[str, Json]:
     indexes = {gpu.uuid: gpu.index for gpu in gpus}
     idle = job.idle()
-    reasons = _about_launcher(job)
-    if job.gpus:
-        if idle:
-            seconds = as_clock(max(idle.values()))
-            reasons.append(f"{len(idle)} of its GPUs idle for {seconds}")
-    elif not job.is_polling(now):
-        reasons.append("it does not poll (stopped, or its driver hangs): others pass it")
-    elif job.id in plan.groups:
-        reasons.append("a GPU is free for it")
-    else:
-        reasons.append(who_goes_first(job, plan.order))
-        reasons.append(why_waiting(job, jobs, gpus, plan, {}))
+    reasons = _launcher_problems(job)
+    if not job.gpus:
+        reasons += _reasons_to_wait(job, jobs, gpus, plan, now)
+    elif idle:
+        seconds = as_clock(max(idle.values()))
+        reasons.append(f"{len(idle)} of its GPUs idle for {seconds}")
     return {
         "id": job.shown_id,
         "state": job.state,
@@ -197,14 +205,23 @@ def _job_as_json(
     }
 
 
-def _about_launcher(job: QueuedJob) -> list[str]:
-    """Return what does not fit the launcher that a job's record names."""
-    # The number alone identifies the process: its start time and namespace can be made up too.
+def _reasons_to_wait(
+    job: QueuedJob, jobs: Sequence[QueuedJob], gpus: Sequence[GpuInfo], plan: Plan, now: float
+) -> list[str]:
+    if not job.is_polling(now):
+        return ["it does not poll (stopped, or its driver hangs), so other jobs overtake it"]
+    if job.id in plan.groups:
+        return ["a GPU is free for it"]
+    return [who_goes_first(job, plan.order), why_waiting(job, jobs, gpus, plan, {})]
+
+
+def _launcher_problems(job: QueuedJob) -> list[str]:
+    """Return why the launcher that a job's record names cannot be the job's live launcher."""
+    # Only the process id is compared, because a forged record may contain any start time too.
     with contextlib.suppress(psutil.Error, ValueError, OverflowError):
         user = psutil.Process(job.pid).uids().real
         if user != job.owner:
-            whose = f"which here is a process of {user_name(user)}"
-            return [f"its record names pid {job.pid}, {whose}"]
+            return [f"its record names pid {job.pid}, a process of {user_name(user)}"]
     if not job.is_here:
         return [f"its launcher (pid {job.pid} there) is in another container"]
     if is_hidden(job.pid) or is_there(job.pid, job.started):
@@ -213,26 +230,26 @@ def _about_launcher(job: QueuedJob) -> list[str]:
     left = processes_of(job.id, job.owner)
     if left:
         stop = f"robust-train stop {job.shown_id}"
-        return [f"{ended} and left {named(left)}: {stop}"]
-    return [f"{ended}, and what is left of it is not visible here"]
+        return [f"{ended} and left {describe_processes(left)}: {stop}"]
+    return [f"{ended}, and its remaining processes are not visible here"]
 
 
 def _job_row(job: dict[str, Json]) -> list[object]:
-    many = job["num_gpus"]
+    num_gpus = job["num_gpus"]
     claim = job["claim_bytes"] // MIB
-    numbers = [gpu["index"] for gpu in job["gpus"] if gpu["index"] is not None]
+    numbers = [str(gpu["index"]) for gpu in job["gpus"] if gpu["index"] is not None]
     # GPUs that have vanished no longer have a number.
     names = [gpu["uuid"] for gpu in job["gpus"] if gpu["index"] is None]
     held = [gpu["taken_bytes"] for gpu in job["gpus"] if gpu["taken_bytes"] is not None]
     if numbers:
-        names.insert(0, f"GPU {', '.join(map(str, numbers))}")
+        names.insert(0, f"GPU {', '.join(numbers)}")
     return [
         job["id"],
         job["position"],
         job["state"],
-        shortened(job["name"], _LONGEST_NAME),
+        shorten(job["name"], _LONGEST_NAME),
         job["user"],
-        claim if many == 1 else f"{many} × {claim}",
+        claim if num_gpus == 1 else f"{num_gpus} × {claim}",
         max(held) // MIB if held else None,
         ", ".join(names),
         as_clock(int(job["seconds_in_state"])),

@@ -1,4 +1,5 @@
-"""The ``robust-train`` command: find the command, parse its arguments, print its answer."""
+"""The ``robust-train`` program: finds the command in the table, parses its arguments, calls its
+function and prints the answer."""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ from typing import NoReturn
 
 from robust_train.cli.command import Answer, Command, UsageError, load
 from robust_train.cli.commands import COMMANDS, GROUPS, OTHER_NAMES, members_of
-from robust_train.host.needs import why_unusable
-from robust_train.host.screen import open_closed_streams
+from robust_train.host.needs import find_missing_requirement
+from robust_train.host.streams import open_closed_streams
 from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED, NotDoneError, find_limit_error
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _HELP = {"-h", "--help"}
 _COLUMNS = 78
-# a name in capitals is a variable's
+# Matches the start of KEY=VALUE. A name in capitals is not a key but an environment variable.
 OVERRIDE = re.compile(r"(?![A-Z_\d]+=)[+~]{0,2}[\w./@]+=")
 
 
@@ -32,12 +33,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     open_closed_streams()
-    lack = why_unusable()
-    if lack is not None:
-        print(f"robust-train: {lack}", file=sys.stderr)
-        return lack.exit_code
+    problem = find_missing_requirement()
+    if problem is not None:
+        print(f"robust-train: {problem}", file=sys.stderr)
+        return problem.exit_code
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # names and paths may hold what the locale has no character for
+        # Names and paths may contain characters that the locale's encoding lacks.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = _run(words)
@@ -57,9 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         if error.filename is not None or error.errno not in (errno.EPIPE, *_FULL):
             raise
-        # what is not written yet has nowhere to go
+        # Python flushes stdout at exit, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if error.errno == errno.EPIPE:  # `… | head` has seen enough
+        if error.errno == errno.EPIPE:
+            # The reader, for example ``head``, has closed the pipe.
             return 128 + signal.SIGPIPE
         print(f"robust-train: cannot write the output: {error.strerror}", file=sys.stderr)
         return EXIT_FAILED
@@ -68,19 +70,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     if not words or words[0] in _HELP:
-        print(_listing(GROUPS))
+        print(_list_commands(GROUPS))
         return 0 if words else EXIT_BAD_CONFIG
     if words[0] == "--version":
         print(f"robust-train {version('robust-train')}")
         return 0
     members = members_of(words[0])
     if members and _HELP & set(words[1:2]):
-        print(_listing({"commands": members.values()}))
+        print(_list_commands({"commands": members.values()}))
         return 0
-    command, rest = find(words)
+    command, rest = find_command(words)
     if command.parses_itself:
         return int(load(command.function)(rest))
-    if _HELP & set(split(command, rest)[0]):
+    options, _ = split_program(command, rest)
+    if _HELP & set(options):
         print(parser_of(command).format_help(), end="")
         return 0
     arguments = parse(command, rest)
@@ -96,10 +99,11 @@ def _run(words: list[str]) -> int:
     return EXIT_FAILED if answer.error else 0
 
 
-def find(words: Sequence[str]) -> tuple[Command, list[str]]:
+def find_command(words: Sequence[str]) -> tuple[Command, list[str]]:
     """Return the command at the start of a command line, and the other words.
 
-    Raises NotDoneError if it does not exist. The message names the command that was probably meant.
+    Raises:
+        UsageError: there is no such command. The message suggests a similar command.
     """
     for length in (2, 1):
         command = COMMANDS.get(" ".join(words[:length]))
@@ -112,48 +116,50 @@ def find(words: Sequence[str]) -> tuple[Command, list[str]]:
     if near:
         problem = f"{first}: {second}: did you mean {near[0]}?"
     elif members:
-        what = f"{second}: no such action" if second else "an action is needed"
-        problem = f"{first}: {what}: {', '.join(members)}"
+        mistake = f"{second}: no such action" if second else "an action is needed"
+        problem = f"{first}: {mistake}: {', '.join(members)}"
     else:
-        problem = f"{first}: no such command; {_meant(first)}"
+        problem = f"{first}: no such command; {_suggest_command(first)}"
     raise UsageError(problem)
 
 
-def _meant(word: str) -> str:
-    """Return the command that a word probably means, or else all first words."""
+def _suggest_command(word: str) -> str:
+    """Return ``did you mean COMMAND?``, or the list of commands if none is similar."""
     by_last_word = {name.split()[-1]: name for name in reversed(COMMANDS)}
     if word in OTHER_NAMES:
         return f"did you mean {OTHER_NAMES[word]}?"
     near = difflib.get_close_matches(word, by_last_word, n=1)
     if near:
         return f"did you mean {by_last_word[near[0]]}?"
-    return f"there are {', '.join(dict.fromkeys(name.split()[0] for name in COMMANDS))}"
+    first_words = dict.fromkeys(name.split()[0] for name in COMMANDS)
+    return f"there are {', '.join(first_words)}"
 
 
 class _Parser(argparse.ArgumentParser):
     """A parser that reports mistakes in one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise an error that names the mistake, and the option that an unknown option was probably
-        meant to be."""
+        """Raise a UsageError, which for an unknown option also suggests a similar option or key."""
         name = self.prog.partition(" ")[2]
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown != message:
-            from robust_train.config.keys import schema
-
             word = unknown.split()[0].partition("=")[0]
-            options = list(self._option_string_actions)
-            takes_keys = any(action.dest == "overrides" for action in self._actions)
-            keys = {f"--{name.replace('_', '-')}": name for name in schema().root.members}
-            if takes_keys and word in keys:
-                message += f"; write {keys[word]}=…"
-            elif near := difflib.get_close_matches(word, options, n=1):
-                message += f"; did you mean {near[0]}?"
+            message += self._suggest(word)
         raise UsageError(f"{name}: {message}")
+
+    def _suggest(self, word: str) -> str:
+        from robust_train.config.keys import schema
+
+        keys = {f"--{name.replace('_', '-')}": name for name in schema().root.members}
+        takes_keys = any(action.dest == "overrides" for action in self._actions)
+        if takes_keys and word in keys:
+            return f"; write {keys[word]}=…"
+        near = difflib.get_close_matches(word, list(self._option_string_actions), n=1)
+        return f"; did you mean {near[0]}?" if near else ""
 
 
 def parser_of(command: Command) -> argparse.ArgumentParser:
-    """Return the parser of a command's arguments, without the program that it runs."""
+    """Return the parser of a command's own arguments, which end before the program that it runs."""
     epilog = load(command.epilog) if command.epilog else ""
     members = " | ".join(members_of(command.name))
     if members:
@@ -183,17 +189,17 @@ def parse(command: Command, words: Sequence[str]) -> argparse.Namespace:
     Raises:
         UsageError: the command line has a mistake.
     """
-    options, program = split(command, words)
+    options, program = split_program(command, words)
     arguments = parser_of(command).parse_args(options)
     arguments.program = program
     return arguments
 
 
-def split(command: Command, words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words of the command itself, and those of the program that it runs.
+def split_program(command: Command, words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split a command line into the command's own words and the words of the program that it runs.
 
-    The program starts after ``--``, or at the first word that is neither an option, nor its value,
-    nor KEY=VALUE.
+    The program starts after ``--``, or at the first word that is neither an option, nor an option's
+    value, nor KEY=VALUE.
     """
     if not command.takes_program:
         return list(words), []
@@ -204,15 +210,16 @@ def split(command: Command, words: Sequence[str]) -> tuple[list[str], list[str]]
         if word == "--":
             break
         if word in command.options_with_value and rest:
-            word += f"={rest.pop(0)}"  # a value may begin with a dash
+            # Joined by "=", because argparse takes a value that starts with a dash for an option.
+            word += f"={rest.pop(0)}"
         options.append(word)
-    # argparse takes overrides in one row only
+    # Options first, because argparse accepts overrides only if no option stands between them.
     options.sort(key=lambda word: not word.startswith("-"))
     return options, rest
 
 
-def _listing(groups: Mapping[str, Collection[Command]]) -> str:
-    """Return usage and help of commands, a line each."""
+def _list_commands(groups: Mapping[str, Collection[Command]]) -> str:
+    """Return the usage, and a line of help for each command."""
     width = max(len(command.name) for commands in groups.values() for command in commands)
     parts = ["usage: robust-train COMMAND [OPTIONS]"]
     for title, commands in groups.items():

@@ -1,4 +1,4 @@
-"""``robust-train ps``: a line for each of the user's jobs and sweeps, the newest last."""
+"""``robust-train ps``: lists the user's jobs and sweeps, a line each, the newest last."""
 
 from __future__ import annotations
 
@@ -19,70 +19,75 @@ from robust_train.folder.run_list import DIED, KnownRun, find_runs, sweep_at
 from robust_train.folder.state import lacked_by_json, read_summary
 from robust_train.model.errors import EXIT_BAD_CONFIG
 from robust_train.model.events import Json
-from robust_train.readable import aligned, counted, duration, of_all, shortened
+from robust_train.readable import align_columns, counted, duration, of_all, shorten
 from robust_train.sweep.record import SweepTable, read_record, read_table
 from robust_train.sweep.table import common, short_result, without
 
-USUALLY = 20
+USUALLY = 20  # lines that are shown without --all
 _COLUMNS = ("id", "state", "age", "result", "job", "run folder")
-_USUAL_WIDTH = 80
+_USUAL_WIDTH = 80  # columns of a terminal; a narrower terminal gets shorter job names
 _LONGEST_NAME = 16
 _SHORT_NAME = 8
-_LEAST_OF_A_FOLDER = 8
+_SHORTEST_FOLDER = 8
 _NOW_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Listed:
-    """One line: a run, or a sweep with those of its jobs that are on the list."""
+class Line:
+    """One line of the list: a run, or a sweep with its jobs."""
 
     runs: Sequence[KnownRun]  # the oldest first
     sweep: Path | None = None
 
     @property
-    def began(self) -> float | None:
-        """When it began, in seconds of the epoch."""
+    def started(self) -> float | None:
+        """When the first of the runs started, in seconds of the epoch."""
         times = [run.state.started for run in self.runs if run.state is not None]
         return min(times) if times else None
 
 
 def list_jobs(arguments: Namespace) -> Answer:
-    """List the user's jobs, live and past, the newest last, and how to resume those that died."""
+    """List the user's jobs, live and past, the newest last, and how to resume jobs that died."""
     runs = [run for run in find_runs() if run.alive or not arguments.live]
-    whole = arguments.all or arguments.live
     if arguments.which is not None:
-        return _jobs_of(arguments, runs)
+        return _list_jobs_of_sweep(arguments, runs)
     if not runs:
         which = "is alive" if arguments.live else "is on the list"
         nothing = f"no run of yours {which} in {run_list.state_directory()}"
         return Answer({"runs": []}, [nothing])
-    trained = runs if whole else [run for run in runs if not _never_trained(run)]
-    lines = _grouped(trained)
-    shown = lines if whole else lines[-USUALLY:]
-    parts: list[str | Table] = [_table([_row(line) for line in shown], arguments.paths)]
-    parts += filter(None, map(_how_it_goes_on, shown))
-    mistakes = len(runs) - len(trained)
-    if mistakes:
-        parts.append(f"refused before training: {counted(mistakes, 'job')}; --all shows them")
+    shows_all = arguments.all or arguments.live
+    trained = runs if shows_all else [run for run in runs if not _was_refused(run)]
+    lines = _group_by_sweep(trained)
+    shown = lines if shows_all else lines[-USUALLY:]
+    parts: list[str | Table] = [_make_table([_row(line) for line in shown], arguments.paths)]
+    for line in shown:
+        hint = _resume_hint(line)
+        if hint is not None:
+            parts.append(hint)
+    refused = len(runs) - len(trained)
+    if refused:
+        parts.append(f"refused before training: {counted(refused, 'job')}; --all shows them")
     older = len(lines) - len(shown)
     if older:
         parts.append(f"older: {older}; --all shows them")
     if any(line.sweep is not None for line in shown):
         parts.append("the jobs of a sweep: robust-train ps FOLDER")
-    listed = [about_run(run) for run in runs[::-1]]
-    return Answer({"runs": listed if whole else listed[:USUALLY]}, parts)
+    newest_first = runs[::-1]
+    if not shows_all:
+        newest_first = newest_first[:USUALLY]
+    return Answer({"runs": [run_as_json(run) for run in newest_first]}, parts)
 
 
-def about_run(run: KnownRun) -> dict[str, Json]:
+def run_as_json(run: KnownRun) -> dict[str, Json]:
     """Return a run as ``--json`` lists it, with the result of a completed run."""
-    about = run.about()
+    fields = run.about()
     if run.status == "completed" and (summary := read_summary(run.run_dir)) is not None:
-        about["result"] = summary.objective
-        about |= lacked_by_json(summary.objective)
-    return about
+        fields["result"] = summary.objective
+        fields |= lacked_by_json(summary.objective)
+    return fields
 
 
-def _jobs_of(arguments: Namespace, runs: Sequence[KnownRun]) -> Answer:
+def _list_jobs_of_sweep(arguments: Namespace, runs: Sequence[KnownRun]) -> Answer:
     """List the jobs of a sweep. Their names are the overrides in which they differ."""
     sweep = sweep_at(arguments.which)
     if sweep is None:
@@ -95,69 +100,79 @@ def _jobs_of(arguments: Namespace, runs: Sequence[KnownRun]) -> Answer:
     same = common(overrides)
     rows = []
     for run, words in zip(jobs, overrides, strict=True):
-        row = _row(Listed([run]))
+        row = _row(Line([run]))
         differences = without(words, same)
         if differences:
             row[_COLUMNS.index("job")] = differences
         rows.append(row)
-    return Answer({"runs": [about_run(run) for run in jobs[::-1]]}, [_table(rows, arguments.paths)])
+    data: dict[str, Json] = {"runs": [run_as_json(run) for run in jobs[::-1]]}
+    return Answer(data, [_make_table(rows, arguments.paths)])
 
 
-def _never_trained(run: KnownRun) -> bool:
-    """Return whether a run was a mistake in a command, which no attempt has followed."""
+def _was_refused(run: KnownRun) -> bool:
+    """Return whether a run ended before its first attempt, because of a mistake in its command."""
     state = run.state
     if run.alive or state is None:
         return False
     return state.exit_code == EXIT_BAD_CONFIG and state.attempt is None
 
 
-def _grouped(runs: Sequence[KnownRun]) -> list[Listed]:
-    """Return a line for each run that is of no sweep and for each sweep, the newest last."""
-    of_sweeps: dict[Path, list[KnownRun]] = {}
+def _group_by_sweep(runs: Sequence[KnownRun]) -> list[Line]:
+    """Return a line for each sweep, and for each run that belongs to no sweep, the newest last."""
+    jobs_of_sweeps: dict[Path, list[KnownRun]] = {}
     lines = []
     for run in runs:
-        sweep = next((up for up in run.run_dir.parents[:3] if (up / SWEEP_FILE).is_file()), None)
+        sweep = _find_sweep(run)
         if sweep is None:
-            lines.append(Listed([run]))
+            lines.append(Line([run]))
             continue
-        if sweep not in of_sweeps:
-            of_sweeps[sweep] = []
-            lines.append(Listed(of_sweeps[sweep], sweep))
-        of_sweeps[sweep].append(run)
-    # a sweep is as new as its newest job
-    places = {id(run): number for number, run in enumerate(runs)}
-    return sorted(lines, key=lambda line: places[id(line.runs[-1])])
+        if sweep not in jobs_of_sweeps:
+            jobs_of_sweeps[sweep] = []
+            lines.append(Line(jobs_of_sweeps[sweep], sweep))
+        jobs_of_sweeps[sweep].append(run)
+    # A sweep is as new as its newest job.
+    positions = {id(run): number for number, run in enumerate(runs)}
+    return sorted(lines, key=lambda line: positions[id(line.runs[-1])])
 
 
-def _row(line: Listed) -> list[object]:
-    """Return the cells of a line. The last is the whole path of its folder."""
-    age = None if line.began is None else _age(time.time() - line.began)
+def _find_sweep(run: KnownRun) -> Path | None:
+    """Return the folder of the sweep that a run belongs to, or None."""
+    for folder in run.run_dir.parents[:3]:
+        if (folder / SWEEP_FILE).is_file():
+            return folder
+    return None
+
+
+def _row(line: Line) -> list[object]:
+    """Return the cells of a line. The last cell is the whole path of the folder."""
+    age = None if line.started is None else _short_age(time.time() - line.started)
     if line.sweep is not None:
         done = sum(run.status in ("completed", "pruned") for run in line.runs)
         result = f"{done} of {counted(len(line.runs), 'job')}"
-        return ["sweep", _state_of_sweep(line.sweep), age, result, line.sweep.name, line.sweep]
+        return ["sweep", _sweep_state(line.sweep), age, result, line.sweep.name, line.sweep]
     (run,) = line.runs
-    about = about_run(run)
-    state = run.status if run.is_here else f"{run.status} on {about['host']}"
-    return [run.id, state, age, _result(about), about.get("name"), run.run_dir]
+    fields = run_as_json(run)
+    state = run.status if run.is_here else f"{run.status} on {fields['host']}"
+    return [run.id, state, age, _result(fields), fields.get("name"), run.run_dir]
 
 
-def _result(about: Mapping[str, Json]) -> str | None:
-    if about.get("result") is not None:
-        return short_result(about["result"])
-    step = of_all(about.get("step"), about.get("total_steps"))
+def _result(fields: Mapping[str, Json]) -> str | None:
+    """Return the result of a completed run, or the step that a run has reached."""
+    if fields.get("result") is not None:
+        return short_result(fields["result"])
+    step = of_all(fields.get("step"), fields.get("total_steps"))
     return f"step {step}" if step else None
 
 
-def _age(seconds: float) -> str:
-    """Return a time in its largest unit, as ``3 h``."""
+def _short_age(seconds: float) -> str:
+    """Return a time in its largest unit only, such as ``3 h``."""
     if seconds < _NOW_SECONDS:
         return "now"
     number, unit, *_ = duration(seconds).split()
     return f"{number} {unit}"
 
 
-def _state_of_sweep(folder: Path) -> str:
+def _sweep_state(folder: Path) -> str:
     table = read_table(folder)
     if table is None or has_died(folder, table):
         return DIED
@@ -165,39 +180,43 @@ def _state_of_sweep(folder: Path) -> str:
 
 
 def has_died(folder: Path, table: SweepTable) -> bool:
-    """Return whether a sweep has ended without recording how."""
+    """Return whether a sweep ended without recording an exit code."""
     return table.exit_code is None and not is_alive(folder, has_ended=False)
 
 
-def _how_it_goes_on(line: Listed) -> str:
-    """Return a sentence with the command that resumes a dead job or sweep, otherwise empty."""
+def _resume_hint(line: Line) -> str | None:
+    """Return a sentence with the command that resumes a dead job or sweep, or None."""
     if line.sweep is not None:
-        died = _state_of_sweep(line.sweep) == DIED
-        return f"{line.sweep} died; to continue: robust-train resume {line.sweep}" if died else ""
+        if _sweep_state(line.sweep) != DIED:
+            return None
+        return f"{line.sweep} died; to continue: robust-train resume {line.sweep}"
     (run,) = line.runs
     if run.status != DIED or run.state is None:
-        return ""
+        return None
     return f"{run.id} died: {run.why_died}; to continue: robust-train resume {run.id}"
 
 
-def _table(rows: Sequence[list[object]], whole_paths: bool) -> Table:
-    """Return the rows as a table that fits the terminal. In a pipe, or on request, paths are
-    whole."""
+def _make_table(rows: Sequence[list[object]], whole_paths: bool) -> Table:
+    """Return the rows as a table that fits the terminal. In a pipe, or on request, job names and
+    paths are not shortened."""
     if whole_paths or not sys.stdout.isatty():
         return Table(_COLUMNS, rows)
     width = shutil.get_terminal_size().columns
-    longest = _LONGEST_NAME if width >= _USUAL_WIDTH else _SHORT_NAME
-    cut = [[*row[:4], shortened(str(row[4] or ""), longest), row[5]] for row in rows]
-    others = aligned([row[:5] for row in cut], _COLUMNS[:5])
-    room = width - max(map(len, others)) - 2
-    room = max(room, _LEAST_OF_A_FOLDER)
-    return Table(_COLUMNS, [[*row[:5], short_folder(Path(str(row[5])), room)] for row in cut])
+    longest_name = _LONGEST_NAME if width >= _USUAL_WIDTH else _SHORT_NAME
+    cells = []
+    for *first_cells, name, _ in rows:
+        cells.append([*first_cells, shorten(str(name or ""), longest_name)])
+    lines_without_folder = align_columns(cells, _COLUMNS[:-1])
+    room = width - max(len(line) for line in lines_without_folder) - 2
+    room = max(room, _SHORTEST_FOLDER)
+    for shortened_row, row in zip(cells, rows, strict=True):
+        shortened_row.append(short_folder(Path(str(row[-1])), room))
+    return Table(_COLUMNS, cells)
 
 
 def short_folder(folder: Path, longest: int) -> str:
-    """Return a folder as it is seen from here or from home, with its end at most ``longest`` long.
-
-    Folders differ at their ends, which have dates and numbers."""
+    """Return a folder relative to the working directory or to the home folder, if it is below. A
+    longer text is cut at its start, because folders differ in the dates and numbers at the end."""
     text = str(folder)
     for base, prefix in ((Path.cwd(), ""), (Path(os.path.expanduser("~")), "~/")):
         if folder != base and folder.is_relative_to(base):

@@ -1,6 +1,7 @@
-"""``robust-train run [OPTIONS] -- PROGRAM [ARGUMENT …]``: a script under the launcher.
+"""``robust-train run [OPTIONS] -- PROGRAM [ARGUMENT …]``: runs a script under the launcher.
 
-The command's own process becomes the launcher.
+The options become values of config keys, and PROGRAM becomes ``trainer.argv``. The command's own
+process becomes the launcher.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _INDENTED = textwrap.TextWrapper(78, initial_indent="  ", subsequent_indent="  "
 EPILOG = f"""
 placeholders in the program's arguments, --resume-argv and --checkpoint:
 {_INDENTED.fill(" ".join("{" + name + "}" for name in PLACEHOLDERS))}
-The script has the same in variables: ROBUST_TRAIN_BATCH_SIZE and so on.
+The script has the same values in variables: ROBUST_TRAIN_BATCH_SIZE and so on.
 
 exit codes: 0 completed, 1 the script failed, 2 wrong usage or configuration,
 75 no device in time, 76 three launches without progress,
@@ -40,14 +41,13 @@ exit codes: 0 completed, 1 the script failed, 2 wrong usage or configuration,
 """
 
 
-_OPTIONS = {option.key: option.names[0] for option in COMMANDS["run"].options if option.key} | {
-    "trainer.argv": "PROGRAM"
-}
-"""The option for each key that an option can set."""
+# The option that sets a key, by key. For a flag, the key is followed by its value.
+_OPTIONS = {option.key: option.names[0] for option in COMMANDS["run"].options if option.key}
+_OPTIONS["trainer.argv"] = "PROGRAM"
 
 
 def run(arguments: Namespace) -> int:
-    """Run the script to its end. Returns the job's exit code."""
+    """Run a job of the script, and return the job's exit code."""
     if not arguments.program:
         raise UsageError(
             "no program to run; write it after the options: robust-train run --batch-size 128 "
@@ -55,12 +55,12 @@ def run(arguments: Namespace) -> int:
         )
     values = values_of(arguments)
     from robust_train.children.interpreters import discard_early, start_early
-    from robust_train.host.job_logging import logged_to_screen
+    from robust_train.host.job_logging import log_to_screen
 
     start_early()
     try:
-        with logged_to_screen():
-            return _run(arguments, values)
+        with log_to_screen():
+            return _run_job(arguments, values)
     finally:
         discard_early()
 
@@ -68,17 +68,20 @@ def run(arguments: Namespace) -> int:
 def values_of(arguments: Namespace) -> dict[str, Json]:
     """Return the values that the options and the program set, by key, without the overrides.
 
-    Raises UsageError if they do not describe a job.
+    Raises:
+        UsageError: the options contradict each other or the program.
     """
     values: dict[str, Json] = {}
-    for full_key, name in _OPTIONS.items():
-        key, _, of_flag = full_key.partition("=")
-        given = vars(arguments)[name.strip("-").lower().replace("-", "_")]
-        if not given and (key, given) != ("device", ""):
+    for key_or_override, name in _OPTIONS.items():
+        key, _, value_of_flag = key_or_override.partition("=")
+        value = vars(arguments)[name.strip("-").lower().replace("-", "_")]
+        # An empty --device is passed on, so that the job refuses it.
+        is_empty_device = key == "device" and value == ""
+        if not value and not is_empty_device:
             continue
-        if _gives(arguments, key):
+        if _has_override(arguments, key):
             raise UsageError(f"{name} and {key}=… say the same; leave one out")
-        values[key] = of_flag == "true" if of_flag else given
+        values[key] = value_of_flag == "true" if value_of_flag else value
     if "trainer.resume_argv" in values:
         try:
             resume = shlex.split(arguments.resume_argv)
@@ -87,43 +90,60 @@ def values_of(arguments: Namespace) -> dict[str, Json]:
             raise UsageError(problem) from error
         values["trainer.resume_argv"] = resume
     used = {name for word in arguments.program for name in placeholders_in(word)}
+    _check_learning_rate(arguments, values, used)
+    values |= _default_batch_sizes(arguments, used)
+    # Escaped as JSON text, so that one call also reaches the words in lists.
+    escaped: dict[str, Json] = json.loads(literal(json.dumps(values)))
+    return escaped
+
+
+def _has_override(arguments: Namespace, key: str) -> bool:
+    """Return whether an override before the program sets this key."""
+    return any(word.lstrip("+").startswith(f"{key}=") for word in arguments.overrides)
+
+
+def _check_learning_rate(
+    arguments: Namespace, values: dict[str, Json], used: Collection[str]
+) -> None:
+    """Refuse a learning rate that does not reach the script, or is used but not given.
+
+    Raises:
+        UsageError: the options do not fit the program's placeholders, ``used``.
+    """
     is_used = "learning_rate" in used
-    rate = "training.lr"
-    if is_used and not (rate in values or _gives(arguments, rate)):
+    is_given = "training.lr" in values or _has_override(arguments, "training.lr")
+    if is_used and not is_given:
         raise UsageError("{learning_rate} is used but not given; add --learning-rate LR")
     if "trainer.scale_learning_rate" in values and not is_used:
         raise UsageError(
             "--scale-learning-rate: reaches the script by {learning_rate} only, which its command "
             "lacks; add --learning-rate LR and, as in train.py, --lr {learning_rate}"
         )
-    values |= _batch_sizes(arguments, used)
-    # One call escapes all of them, and reaches the words in lists too.
-    words: dict[str, Json] = json.loads(literal(json.dumps(values)))
-    return words
 
 
-def _gives(arguments: Namespace, key: str) -> bool:
-    """Return whether an override before the program gives this key."""
-    return any(each.lstrip("+").startswith(f"{key}=") for each in arguments.overrides)
+def _default_batch_sizes(arguments: Namespace, used: Collection[str]) -> dict[str, Json]:
+    """Return the batch sizes that the options leave open.
 
-
-def _batch_sizes(arguments: Namespace, used: Collection[str]) -> dict[str, Json]:
-    """Return the sizes that follow from those that are given."""
+    Raises:
+        UsageError: the program uses a batch size that is not given.
+    """
     size = arguments.batch_size
-    least = arguments.min_batch_size
-    if size is None and not _gives(arguments, BATCH):
-        sizes = {"batch_size", "effective_batch_size", "min_batch_size"}
-        if sizes.intersection(used) or least is not None:
+    smallest = arguments.min_batch_size
+    if size is None and not _has_override(arguments, BATCH):
+        placeholders = {"batch_size", "effective_batch_size", "min_batch_size"}
+        if placeholders.intersection(used) or smallest is not None:
             raise UsageError("the batch size is used but not given; add --batch-size N")
-        # the script has a batch size of its own, so a smaller one of ours would change nothing
+        # The script has its own batch size, so a smaller size of ours would change nothing.
         return {BATCH: 1, "min_batch_size": 1}
-    if least is not None or _gives(arguments, "min_batch_size"):
+    if smallest is not None or _has_override(arguments, "min_batch_size"):
         return {}
-    is_number = (size or "").isdecimal()
-    return {"min_batch_size": min(4, int(size))} if is_number else {}
+    if size is None or not size.isdecimal():
+        return {}
+    return {"min_batch_size": min(4, int(size))}
 
 
-def _run(arguments: Namespace, values: dict[str, Json]) -> int:
+def _run_job(arguments: Namespace, values: dict[str, Json]) -> int:
+    """Run the job, and return its exit code. A mistake in the options or keys is printed."""
     from omegaconf import OmegaConf
 
     from robust_train.attempt.script.check import check_command
@@ -150,7 +170,7 @@ def _run(arguments: Namespace, values: dict[str, Json]) -> int:
         if detach.must_detach(config):
             return detach.start()
         plan = plan_launch(None, cfg, arguments.run_dir)
-        # it locks the run folder; until then nothing is written, because a live job may hold it
+        # The job locks the run folder. Nothing is written before, because a live job may hold it.
         job = Job(plan, make_driver(plan), show_end=functools.partial(show_end, print_failure))
         _log_into(plan.run_dir)
         for warning in _warnings(arguments, config, plan.values_used):
@@ -159,39 +179,41 @@ def _run(arguments: Namespace, values: dict[str, Json]) -> int:
             log.info(
                 "--resume-argv has no {checkpoint}: the script finds its newest checkpoint itself"
             )
-        try:  # Hydra does the same.
+        try:
+            # Where Hydra saves the config of a job.
             (plan.run_dir / ".hydra").mkdir(exist_ok=True)
             OmegaConf.save(cfg, plan.run_dir / ".hydra" / "config.yaml")
-        except OSError as error:  # a full disk costs the record only
+        except OSError as error:
+            # On a full disk, only this record is lost.
             log.warning("cannot write %s: %s", plan.run_dir, error.strerror)
         return exit_code_of(job.run())
     except JobInterrupted as error:
         return error.exit_code
     except refusals.REFUSALS as error:
         line = refusals.explain(error, "robust", overrides)
-        print(_in_options(line, arguments), file=sys.stderr)
+        print(_name_options(line, arguments), file=sys.stderr)
         if job is not None and arguments.run_dir is None:
             remove_refused(job.plan.run_dir)
         return refusals.exit_code_of(error)
 
 
-def _in_options(line: str, arguments: Namespace) -> str:
-    """Return a refusal that names options instead of keys which the user did not write."""
+def _name_options(line: str, arguments: Namespace) -> str:
+    """Return a refusal with options instead of keys, except for keys that the user wrote."""
     for key, option in _OPTIONS.items():
-        if not _gives(arguments, key):
+        if not _has_override(arguments, key):
             line = re.sub(rf"(?<![\w.{{-]){re.escape(key)}(?=[=:])", option, line)
     return line
 
 
 def _warnings(arguments: Namespace, config: RobustConfig, used: Collection[str]) -> Iterator[str]:
-    """Yield what the command line asks for and the script does not get."""
-    by_key = _gives(arguments, BATCH)
-    if (arguments.batch_size or by_key) and "batch_size" not in used:
-        option = BATCH if by_key else f"--batch-size {arguments.batch_size}"
+    """Yield a warning for each value of the command line that does not reach the script."""
+    is_override = _has_override(arguments, BATCH)
+    if (arguments.batch_size or is_override) and "batch_size" not in used:
+        option = BATCH if is_override else f"--batch-size {arguments.batch_size}"
         yield (
             f"{option} is not in the script's command, so unless the script reads "
             "robust_train.current_run().batch_size its batch is its own and is not halved: write "
-            "{batch_size} in the command; for a script that reads a variable it is "
+            "{batch_size} in the command; for a script that reads a variable, write "
             "env BATCH_SIZE={batch_size} python train.py"
         )
     steps = config.training.gradient_accumulation_steps
@@ -205,7 +227,7 @@ def _warnings(arguments: Namespace, config: RobustConfig, used: Collection[str])
     if re.search(r"\|&?\s*tee\b", text) and "pipefail" not in text:
         yield (
             "the script's exit code is that of tee, so its failures are not seen: write "
-            "bash -o pipefail -c in front, or leave tee out, since attempt-<n>.log has the output"
+            "bash -o pipefail -c in front, or leave tee out, because attempt-<n>.log has the output"
         )
     if arguments.checkpoint and not arguments.resume_argv and "checkpoint" not in used:
         yield (
@@ -216,8 +238,8 @@ def _warnings(arguments: Namespace, config: RobustConfig, used: Collection[str])
 
 
 def _log_into(run_dir: Path) -> None:
-    """Log to a file as well, as ``train_robust.py`` does."""
-    from robust_train.host.job_logging import lose_lines_quietly
+    """Log to ``train_robust.log`` in the run folder as well, like ``train_robust.py``."""
+    from robust_train.host.job_logging import drop_lines_on_full_disk
     from robust_train.host.loggers import ShortLines
 
     try:
@@ -227,4 +249,4 @@ def _log_into(run_dir: Path) -> None:
         return
     handler.setFormatter(ShortLines())
     logging.getLogger().addHandler(handler)
-    lose_lines_quietly()
+    drop_lines_on_full_disk()

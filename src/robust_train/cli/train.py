@@ -1,8 +1,9 @@
-"""``robust-train train``, ``train_robust.py``, ``train.py`` and a project's ``main.py``.
+"""The commands that Hydra composes a config for: ``robust-train train``, ``train_robust.py``,
+``train.py`` and a project's ``main.py``.
 
-The process that the user starts becomes the launcher. With ``train.py`` it trains as well. A
-mistake in the configuration ends with one line and exit code 2, a bug in the trainer with its own
-traceback and exit code 1.
+Each prepares the process and calls Hydra, which calls a function of ``cli/jobs.py`` for each job.
+The process becomes the launcher. With ``train.py`` it trains as well. A mistake in the config ends
+with one line and exit code 2, a bug in the trainer with its own traceback and exit code 1.
 """
 
 from __future__ import annotations
@@ -30,31 +31,29 @@ from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED, ConfigError
 
 _MAIN_MODULE = "HYDRA_MAIN_MODULE"
 _FULL_ERROR = "HYDRA_FULL_ERROR"
-# a project's own config need not name our callback
+# Added for a project, whose own config need not name our callback.
 _RECORD_SWEEPS = "++hydra.callbacks.robust_sweep._target_=robust_train.sweep.session.SweepCallback"
 
 
 def train(arguments: list[str]) -> NoReturn:
     """Run ``robust-train train``, which is ``train_robust.py`` from any folder."""
-    sys.argv[:] = ["robust-train train"]  # Hydra reads it there
-    sys.argv += arguments
+    # Hydra reads the command line there.
+    sys.argv[:] = ["robust-train train", *arguments]
     open_robust()
 
 
 def open_robust() -> NoReturn:
     """Run a job, or with ``-m`` a sweep, under the launcher: ``train_robust.py``."""
     _prepare_process()
-    from robust_train.host.screen import never_blocking_output
+    from robust_train.host.streams import never_blocking_output
 
-    with (
-        never_blocking_output(),  # ends quietly after ``| head``
-        asking_for(OF_COMMANDS, OURS),
-    ):
-        _answer("train_robust")
+    with never_blocking_output(), asking_for(OF_COMMANDS, OURS):
+        _print_help_if_asked("train_robust")
+        _import_from_working_directory()
         _start_early(sys.argv[1:])
         from robust_train.cli import jobs
 
-        code = _open(jobs.robust_job, "robust", name="train_robust")
+        code = _run_hydra(jobs.robust_job, "robust", name="train_robust")
     sys.exit(code)
 
 
@@ -62,15 +61,16 @@ def open_plain() -> NoReturn:
     """Run ``python train.py``: an attempt in this process, without remedies."""
     _prepare_process()
     from robust_train.host.linux import shared_machine_environment
-    from robust_train.host.screen import never_blocking_output
+    from robust_train.host.streams import never_blocking_output
 
     with never_blocking_output():
-        _answer("train")
+        _print_help_if_asked("train")
+    _import_from_working_directory()
     os.environ.update(shared_machine_environment(os.environ))
     from robust_train.cli import jobs
 
     with asking_for(OF_COMMANDS, OURS):
-        code = _open(jobs.plain_job, "config", name="train")
+        code = _run_hydra(jobs.plain_job, "config", name="train")
     sys.exit(code)
 
 
@@ -82,13 +82,14 @@ def hydra_main(
     """Decorate a project's ``main(cfg)``, like ``hydra.main`` and with its defaults.
 
     If the config builds on ``robust``, ``main`` calls ``launch`` itself. Otherwise the launcher
-    runs ``main`` as the trainer, and the config's group ``robust`` has the launcher's keys. A
+    runs ``main`` as the trainer, and the launcher's keys are in the config's group ``robust``. A
     mistake in the config ends the program with one line and our exit codes.
 
     Args:
-        config_path: folder of the configs, relative to the file that defines ``main``. None: they
-            are in Hydra's ConfigStore.
-        config_name: the primary config. None: no config, keys are added on the command line.
+        config_path: folder of the configs, relative to the file that defines ``main``. None means
+            that they are in Hydra's ConfigStore.
+        config_name: the primary config. None means no config, and keys are added on the command
+            line.
         version_base: the version of Hydra whose behaviour to follow. By default, Hydra 1.3 warns
             and follows 1.1: ``main`` runs in the run folder, and without ``config_path`` the
             configs are next to the file that defines it.
@@ -110,64 +111,62 @@ def hydra_main(
             from robust_train import compat
 
             if run is not None:
-                from robust_train.cli.adopted import call_task
+                from robust_train.cli.project_main import call_task
 
                 return call_task(task, cfg, run)
-            if cfg is not None:  # called by the project's own code
+            if cfg is not None:
+                # The project's own code calls it.
                 return task(cfg)
             if compat.is_importing_main():
-                # a script without a guard, imported by its own attempt
+                # An attempt imports a script that calls main() without a guard.
                 return None
             _prepare_process()
+            folder = config_path
+            if folder is HYDRAS_OWN:
+                folder = compat.default_config_path(version_base)
+            folder = _resolve_config_path(folder, task)
             with asking_for(OURS):
-                code = _open(
-                    job,
-                    config_name,
-                    config_path=_absolute(
-                        compat.default_config_path(version_base)
-                        if config_path is HYDRAS_OWN
-                        else config_path,
-                        task,
-                    ),
-                    version_base=version_base,
-                )
-            return sys.exit(code) if code else None
+                code = _run_hydra(job, config_name, config_path=folder, version_base=version_base)
+            if code:
+                sys.exit(code)
+            return None
 
         return main
 
     return decorate
 
 
-def _absolute(config_path: str | None, task: Callable[..., Any]) -> str | None:
+def _resolve_config_path(config_path: str | None, task: Callable[..., Any]) -> str | None:
+    """Return the absolute path of a folder relative to the file that defines ``task``."""
     if config_path is None or config_path.startswith("pkg://"):
         return config_path
     return str(Path(inspect.getfile(task)).resolve().parent / config_path)
 
 
 def _prepare_process() -> None:
-    """Open closed standard streams, which Hydra writes to, and end without a traceback at a signal
-    before or after the job."""
-    from robust_train.host.needs import why_unusable
-    from robust_train.host.screen import open_closed_streams
+    """Open closed standard streams, check the requirements of every command, and make a signal
+    before or after the job end this process without a traceback."""
+    from robust_train.host.needs import find_missing_requirement
+    from robust_train.host.streams import open_closed_streams
 
     open_closed_streams()
-    lack = why_unusable()
-    if lack is not None:
-        print(lack, file=standard_error())
-        sys.exit(lack.exit_code)
-
-    def end(signum: int, frame: object) -> None:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
-        os._exit(128 + signum)
-
+    problem = find_missing_requirement()
+    if problem is not None:
+        print(problem, file=standard_error())
+        sys.exit(problem.exit_code)
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) in (signal.SIG_DFL, signal.default_int_handler):
-            signal.signal(signum, end)
+            signal.signal(signum, _end_at_signal)
 
 
-def _open(
+def _end_at_signal(signum: int, frame: object) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(128 + signum)
+
+
+def _run_hydra(
     task: Callable[[Any], Any],
     config_name: str | None,
     *,
@@ -177,17 +176,17 @@ def _open(
 ) -> int:
     """Compose the config, run the job or sweep, and return the exit code.
 
-    Hydra reads the command line in ``sys.argv``, so what we add to it is put there.
+    Hydra reads the command line in ``sys.argv``, so our own overrides are added there.
 
     Args:
         task: the function for one job.
         config_name: the primary config.
         config_path: the folder of the configs.
         version_base: as in :func:`hydra_main`.
-        name: the name of our own script, empty for a project's.
+        name: the name of our own script, empty for a project's ``main.py``.
     """
     key = "device" if name else "robust.device"
-    sys.argv[1:] = _with_list_of_gpus(sys.argv[1:], key)
+    sys.argv[1:] = _make_device_a_list(sys.argv[1:], key)
     arguments = sys.argv[1:]
     import hydra
 
@@ -202,28 +201,30 @@ def _open(
         print(mistake, file=standard_error())
         return EXIT_BAD_CONFIG
     try:
-        more = _for_guest(arguments, name)
+        added = _overrides_of_guest(arguments, name)
     except ConfigError as error:
         print(error, file=standard_error())
         return EXIT_BAD_CONFIG
     set_for_hydra = []
     if name:
-        # names the log file; Hydra would name it after the module that defines the task
+        # Hydra names the log file after this variable, or else after the module of the task.
         if _MAIN_MODULE not in os.environ:
             os.environ[_MAIN_MODULE] = name
             set_for_hydra.append(_MAIN_MODULE)
     else:
-        # a project's config may lack the keys of its group
-        overrides = ["++" * argument.startswith("robust.") + argument for argument in arguments]
-        sys.argv[1:] = overrides
-        more.append(_RECORD_SWEEPS)
-    sys.argv[1:] = compat.add_overrides(sys.argv[1:], more)
+        # With "++", because a project's config may lack the keys of our group.
+        sys.argv[1:] = [
+            f"++{argument}" if argument.startswith("robust.") else argument
+            for argument in arguments
+        ]
+        added.append(_RECORD_SWEEPS)
+    sys.argv[1:] = compat.add_overrides(sys.argv[1:], added)
     session.sets_exit_code = True
     session.arguments = arguments
-    session.check = jobs.check if name else None
+    session.check = jobs.check_before_sweep if name else None
     wants_traceback = os.environ.get(_FULL_ERROR) == "1"
     if not wants_traceback:
-        # otherwise Hydra prints errors its own way and exits with 1
+        # Without it, Hydra prints errors in its own way and exits with 1.
         os.environ[_FULL_ERROR] = "1"
         set_for_hydra.append(_FULL_ERROR)
     os.environ[SET_FOR_HYDRA_VARIABLE] = " ".join(set_for_hydra)
@@ -236,37 +237,36 @@ def _open(
                 config_path=config_path,
                 config_name=config_name,
             )(task)()
-    except KeyboardInterrupt as error:  # JobInterrupted among them
+    except KeyboardInterrupt as error:
+        # A JobInterrupted has its own exit code.
         code = getattr(error, "exit_code", 130)
     except Exception as error:
         if wants_traceback:
             traceback.print_exc()
-        explained = _exit_code_of(
-            error,
-            task,
-            lambda mistake: explain(mistake, config_name, arguments, config_path).replace(
-                "++robust.", "robust."
-            ),
-        )
-        if explained is None and not wants_traceback:
+
+        def explain_mistake(mistake: BaseException) -> str:
+            line = explain(mistake, config_name, arguments, config_path)
+            return line.replace("++robust.", "robust.")
+
+        code_of_mistake = _print_mistake(error, task, explain_mistake)
+        if code_of_mistake is None and not wants_traceback:
             raise
-        code = explained or EXIT_FAILED
+        code = code_of_mistake or EXIT_FAILED
     finally:
         discard_early()
         if not wants_traceback:
             del os.environ[_FULL_ERROR]
         del os.environ[SET_FOR_HYDRA_VARIABLE]
     try:
-        # jobs in processes of their own leave their exit codes in their run folders
-        of_the_jobs = session.finish()
+        # Jobs in other processes leave their exit codes in their run folders.
+        code_of_jobs = session.finish()
     except KeyboardInterrupt:
-        of_the_jobs = 130
-    return code or of_the_jobs
+        code_of_jobs = 130
+    return code or code_of_jobs
 
 
-def _answer(name: str) -> None:
-    """Print the help or the version of our own script and end, if the arguments ask for that.
-    Otherwise make modules of the working directory importable, as ``python -m`` does."""
+def _print_help_if_asked(name: str) -> None:
+    """Print the help or the version of our own script and end, if the arguments ask for it."""
     arguments = sys.argv[1:]
     if {"--help", "-h"} & set(arguments):
         print(help_text(name), end="")
@@ -274,14 +274,19 @@ def _answer(name: str) -> None:
     if "--version" in arguments:
         print(f"{name} of robust-train {importlib.metadata.version('robust-train')}")
         sys.exit(0)
+
+
+def _import_from_working_directory() -> None:
+    """Make modules of the working directory importable, like ``python -m``."""
     if not getattr(sys.flags, "safe_path", False):
         sys.path.insert(0, os.getcwd())
 
 
-def _exit_code_of(
-    error: Exception, task: Callable[[Any], Any], explained: Callable[[BaseException], str]
+def _print_mistake(
+    error: Exception, task: Callable[[Any], Any], explain_mistake: Callable[[BaseException], str]
 ) -> int | None:
-    """Print a user's mistake in one line, and return its exit code. None for other errors."""
+    """Print a user's mistake in one line, and return its exit code. Print nothing and return None
+    for other errors."""
     from robust_train.cli import jobs
     from robust_train.config.refusals import REFUSALS, exit_code_of
     from robust_train.sweep.checks import known_problem
@@ -289,11 +294,12 @@ def _exit_code_of(
 
     frames = traceback.walk_tb(error.__traceback__)
     if any(frame.f_code is task.__code__ for frame, _ in frames):
-        return jobs.exit_code_of_error(error)
+        return jobs.print_with_exit_code(error)
     if isinstance(error, ValueError) and isinstance(error.__cause__, OSError):
-        error = error.__cause__  # logging cannot open its file
+        # Logging could not open its file.
+        error = error.__cause__
     if isinstance(error, REFUSALS):
-        print(explained(error), file=standard_error())
+        print(explain_mistake(error), file=standard_error())
         return exit_code_of(error)
     problem = known_problem(error)
     if problem:
@@ -302,16 +308,13 @@ def _exit_code_of(
     return None
 
 
-def _with_list_of_gpus(arguments: list[str], key: str) -> list[str]:
-    """Return a command line in which ``device=2,3`` of a single job is a list, its only possible
-    meaning."""
+def _make_device_a_list(arguments: list[str], key: str) -> list[str]:
+    """Return the command line with ``device=[2,3]`` for ``device=2,3``. In a sweep, the latter
+    means two jobs, but a single job can only mean a list."""
     if {"-m", "--multirun"} & set(arguments):
         return arguments
-    several = re.compile(rf"(\+*{re.escape(key)})=(\d+(?:,\d+)+)")
-    return [
-        several.sub(r"\1=[\2]", argument) if several.fullmatch(argument) else argument
-        for argument in arguments
-    ]
+    several_gpus = re.compile(rf"^(\+*{re.escape(key)})=(\d+(?:,\d+)+)\Z")
+    return [several_gpus.sub(r"\1=[\2]", argument) for argument in arguments]
 
 
 def may_set_mode(arguments: list[str]) -> bool:
@@ -321,9 +324,12 @@ def may_set_mode(arguments: list[str]) -> bool:
     return chooses_config or any(key in word for key in keys for word in arguments)
 
 
-def _for_guest(arguments: list[str], name: str) -> list[str]:
-    """Return overrides for a rank of torchrun, srun, … Raises ConfigError if this
-    process cannot be one, or for a sweep."""
+def _overrides_of_guest(arguments: list[str], name: str) -> list[str]:
+    """Return the overrides to add if this process is a rank of an engine such as torchrun or srun.
+
+    Raises:
+        ConfigError: the engine's variables contradict each other, or the command is a sweep.
+    """
     guest = guest_rank(os.environ)
     if guest is None or name == "train":
         return []
@@ -333,18 +339,21 @@ def _for_guest(arguments: list[str], name: str) -> list[str]:
     overrides = []
     if name and not any(argument.startswith("hydra.run.dir=") for argument in arguments):
         overrides.append(f"hydra.run.dir={guest.folder}")
-    if guest.rank:  # rank 0 alone writes the config and the log file
+    if guest.rank:
+        # Only rank 0 writes the config and the log file.
         overrides += ["hydra.output_subdir=null", "hydra/job_logging=stdout"]
     return overrides
 
 
 def _start_early(arguments: list[str]) -> None:
-    """Start the first attempt's interpreter while Hydra is imported and composes here."""
-    with contextlib.suppress(ConfigError):  # the job reports it
+    """Start the first attempt's interpreter now, so that it starts while Hydra composes here."""
+    # The job will report a ConfigError.
+    with contextlib.suppress(ConfigError):
         if guest_rank(os.environ) is not None:
-            return  # a rank of another engine starts no process
+            # A rank of an engine starts no process.
+            return
     given = dict(argument.lstrip("+~").partition("=")[::2] for argument in arguments)
-    # jobs of another Hydra launcher start their own interpreters
+    # Jobs of another Hydra launcher start their own interpreters.
     launcher = given.get("hydra/launcher", "basic")
     if given.get("isolation") != "none" and launcher == "basic":
         from robust_train.children.interpreters import start_early
@@ -367,46 +376,45 @@ examples:
 choices:
 {groups}
 
-keys people use (those about devices and retries: not with train.py):
-  min_gpu_memory_mb=4000         MiB that must be free before a GPU is taken
-  wait_for_gpu=true              wait until a GPU has them
-  gpu_wait_timeout_minutes=60    and for how long
+frequent keys (keys about devices and retries do not apply to train.py):
+  min_gpu_memory_mb=4000         MiB that must be free on a GPU before it is taken
+  wait_for_gpu=true              wait until a GPU has this much free memory
+  gpu_wait_timeout_minutes=60    longest wait for a GPU
   num_gpus=1                     GPUs for this one job, one process each
   device=auto                    cuda:1, cpu or a UUID: choose the device yourself; cuda: any GPU
   gpu_jobs_per_device=1          jobs that may share a GPU with this one
-  allow_cpu_fallback=true        train on the CPU when no GPU will do
+  allow_cpu_fallback=true        train on the CPU if no GPU is suitable
   training.batch_size=64         micro-batch size; auto: the largest that fits
   training.effective_batch_size  samples per optimizer step; accumulation follows from it
   min_batch_size=4               no attempt uses a smaller micro-batch
   max_retries=3                  smaller micro-batches tried on one device before the next
-  memory.fraction=0.95           the most of the GPU's memory that an attempt may take
+  memory.fraction=0.95           share of the GPU's memory that an attempt may take
   resume=true                    resume an unfinished job in its run folder
-  stall_timeout_minutes=auto     without progress for so long: a new attempt; 0: never
+  stall_timeout_minutes=auto     start a new attempt after this long without progress; 0: never
   detach=false                   true: continue in the background, past logout
-  job_name=NAME                  how queue, tables and run folder call the job
-  hydra.run.dir=FOLDER           the run folder; with an unfinished job in it: continue
+  job_name=NAME                  name of the job in the queue, tables and run folder
+  hydra.run.dir=FOLDER           the run folder; an unfinished job in it is resumed
 
 more: --cfg job (every key with its value), --hydra-help (Hydra's options), --version
-      robust-train completion (for bash and zsh), docs/configuration.md (what every key means)
+      robust-train completion (for bash and zsh), docs/configuration.md (meaning of every key)
 """
 
 
 def help_text(name: str) -> str:
-    """Return the help of ``train_robust.py`` or ``train.py``, by the command that was run."""
-    choices = [f"  {group:<8} {', '.join(names)}" for group, names in groups().items()]
-    command = sys.argv[0]
-    return _HELP.format(
-        command=command if command.startswith("robust-train ") else f"python {name}.py",
-        groups="\n".join(choices),
-    )
+    """Return the help of ``train_robust.py`` or ``train.py``."""
+    choices = [f"  {group:<8} {', '.join(names)}" for group, names in list_choices().items()]
+    command = f"python {name}.py"
+    if sys.argv[0].startswith("robust-train "):
+        command = sys.argv[0]
+    return _HELP.format(command=command, groups="\n".join(choices))
 
 
-def groups() -> dict[str, list[str]]:
-    """Return the choices of each config group that people choose from."""
+def list_choices() -> dict[str, list[str]]:
+    """Return the choices of each config group of our own commands."""
     package = OF_COMMANDS.removeprefix("pkg://")
-    files_of: dict[str, list[str]] = {}
+    choices: dict[str, list[str]] = {}
     for group in ("model", "dataset", "trainer"):
         files = [file.name for file in resources.files(f"{package}.{group}").iterdir()]
         names = [name.removesuffix(".yaml") for name in files if name.endswith(".yaml")]
-        files_of[group] = sorted(names)
-    return files_of
+        choices[group] = sorted(names)
+    return choices

@@ -1,0 +1,1 @@
+"""Config keys: their declaration, composition, checks, and the errors about them."""

@@ -1,7 +1,7 @@
 """Turns a composed config into a :class:`RobustConfig`, or refuses it with one line.
 
-Commands and the launcher call :func:`checked`. The package's code reads the result, and the trainer
-gets the config itself.
+Commands and the launcher call :func:`checked`. The package's code reads the `RobustConfig`, and the
+trainer gets the composed config itself.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Collection, Iterator, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from dataclasses import fields, replace
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from robust_train.config.keys import Group, schema
-from robust_train.config.projects import GROUP, Words, ours, their_keys
+from robust_train.config.projects import GROUP, ours, their_keys
 from robust_train.config.schema import (
     ACCUMULATION,
     BATCH,
@@ -29,8 +29,9 @@ from robust_train.config.schema import (
     TrainingConfig,
 )
 from robust_train.config.values import URLS_VARIABLE, is_secret
+from robust_train.config.words import Words
 from robust_train.model.errors import ConfigError
-from robust_train.readable import meant
+from robust_train.readable import suggest
 
 T = TypeVar("T")
 
@@ -40,7 +41,7 @@ _DEVICE = re.compile(r"auto|cpu|cuda|cuda:\d+|GPU-[0-9a-fA-F-]+|MIG-\S+")
 
 
 def checked(cfg: DictConfig) -> RobustConfig:
-    """Return a composed config in the types of the code, with its batch settled.
+    """Return a composed config as a `RobustConfig`, with micro-batch and accumulation settled.
 
     Raises:
         ConfigError: one line with the key, its value and the accepted values.
@@ -59,22 +60,22 @@ def checked(cfg: DictConfig) -> RobustConfig:
     if not objective:
         objective = cfg.get("optimized_metric")
     with Words(theirs).of_errors():
-        config = replace(_with_batch(config), objective=objective, theirs=theirs)
-        for mistake in _mistakes(config):
-            raise ConfigError(mistake)
+        config = replace(_settle_batch(config), objective=objective, theirs=theirs)
+        mistakes = list(_find_mistakes(config))
+        if mistakes:
+            raise ConfigError(mistakes[0])
     return config
 
 
 def unchecked(cfg: DictConfig) -> RobustConfig:
-    """Return the readable values of a config that no job has checked. A project's config may lack
-    this package's keys, or have values that the job will refuse, so these keys have their defaults.
-    """
+    """Return a config that no job has checked. A key that is missing, or has a value that the job
+    will refuse, has its default."""
     return _read_all(ours(cfg), "", is_lenient=True)
 
 
 def hide_urls(cfg: DictConfig, environ: MutableMapping[str, str] = os.environ) -> bool:
-    """Move ``notify.urls`` out of the config, and of Hydra's part of it, into the environment, and
-    return whether there were any."""
+    """Move ``notify.urls`` from the config, and from the overrides that Hydra records, into the
+    environment. Return whether there were any URLs."""
     keys = ours(cfg)
     given = OmegaConf.select(keys, "notify.urls", throw_on_missing=False)
     if not given:
@@ -106,33 +107,41 @@ def _read_all(cfg: DictConfig, prefix: str, *, is_lenient: bool = False) -> Robu
         if isinstance(group, DictConfig):
             name = f"{prefix}{keys.group}." if keys.group else prefix
             config = config.having(read(keys, group, name, is_lenient=is_lenient))
-    return _with_memory(config)
+    return _settle_memory(config)
 
 
-def _with_memory(config: RobustConfig) -> RobustConfig:
-    """Settle the memory to reserve, and who may share the GPU: ``auto`` begins with the default,
-    and with the job alone."""
-    size: int | None = config.min_gpu_memory_mb  # None: auto
-    if size is None:
-        least = RobustConfig.min_gpu_memory_mb
-        config = replace(config, min_gpu_memory_mb=least, measures_memory=True)
-    number: int | None = config.gpu_jobs_per_device  # None: auto
-    if number is None:
+def _settle_memory(config: RobustConfig) -> RobustConfig:
+    """Settle the memory to reserve and the jobs per GPU. With ``auto``, a job starts with the
+    default memory and without other jobs on its GPU."""
+    # The fields have None for `auto`.
+    memory_mb: int | None = config.min_gpu_memory_mb
+    if memory_mb is None:
+        default_mb = RobustConfig.min_gpu_memory_mb
+        config = replace(config, min_gpu_memory_mb=default_mb, measures_memory=True)
+    jobs: int | None = config.gpu_jobs_per_device
+    if jobs is None:
         config = replace(config, gpu_jobs_per_device=1, measures_memory=True, packs_gpus=True)
     return config
 
 
 def read(owner: type[T], cfg: DictConfig, prefix: str, *, is_lenient: bool = False) -> T:
-    """Return the keys that a dataclass declares, ``prefix`` before their names in errors. All other
-    keys belong to the trainer."""
+    """Return the keys that a dataclass declares. All other keys of ``cfg`` belong to the trainer.
+
+    Args:
+        owner: the dataclass.
+        cfg: the config, or a group of it.
+        prefix: the group's name, for errors.
+        is_lenient: whether a missing or refused value becomes the default.
+    """
     values: dict[str, Any] = {}
     for item in fields(owner):  # type: ignore[arg-type]
-        name = prefix + item.name
-        group = item.metadata.get("group")
-        if not group:
-            group = item.metadata.get("open")
+        # A field without metadata is not a key.
         if not item.metadata:
             continue
+        name = prefix + item.name
+        group = item.metadata.get("group")
+        if group is None:
+            group = item.metadata.get("open")
         if OmegaConf.is_missing(cfg, item.name) and not is_lenient:
             raise _missing(name)
         if item.name not in cfg:
@@ -157,7 +166,7 @@ def _missing(name: str) -> ConfigError:
 
 
 def _resolve_all(cfg: DictConfig, prefix: str = "") -> None:
-    """Resolve every value, so that an error names its key."""
+    """Resolve every value of ``cfg``, and raise an error that names the key if one fails."""
     for key in cfg:
         name = prefix + str(key)
         if OmegaConf.is_missing(cfg, key):
@@ -190,32 +199,42 @@ def refuse_values_of_groups(cfg: DictConfig, prefix: str = "") -> None:
 
 
 def _refuse_near_misses(cfg: DictConfig, prefix: str) -> None:
-    """Refuse likely typos, which the open root would accept unseen. In a project's group ``robust``
-    this includes the open groups, because all keys there belong to this package."""
-    groups = schema().root.members
-    for name in sorted({str(key) for key in cfg} - groups.keys()):
-        close = difflib.get_close_matches(name, groups, n=1, cutoff=0.85)
+    """Refuse a key at the root that resembles one of our keys, because it is probably a typo.
+
+    In a project's group ``robust`` (with a ``prefix``), all keys belong to this package, so every
+    unknown key is refused, also in open groups.
+    """
+    members = schema().root.members
+    for name in sorted({str(key) for key in cfg} - members.keys()):
+        close = difflib.get_close_matches(name, members, n=1, cutoff=0.85)
         if close or prefix:
-            raise unknown(name, groups, prefix)
-    for top, group in groups.items() if prefix else ():
-        if not isinstance(group, Group) or not group.is_open or top not in cfg:
+            raise unknown_key(name, members, prefix)
+    if not prefix:
+        return
+    for group_name, group in members.items():
+        if not isinstance(group, Group) or not group.is_open or group_name not in cfg:
             continue
         accepted = {*group.members, "preload_modules"}
-        for name in sorted({str(key) for key in cfg[top]} - accepted):
-            raise unknown(name, accepted, f"{prefix}{top}.")
+        unknown = sorted({str(key) for key in cfg[group_name]} - accepted)
+        if unknown:
+            raise unknown_key(unknown[0], accepted, f"{prefix}{group_name}.")
 
 
-def unknown(name: str, accepted: Collection[str], prefix: str) -> ConfigError:
-    """Return the refusal of an unknown key."""
-    hint = meant(name, accepted, prefix)
+def unknown_key(name: str, accepted: Collection[str], prefix: str) -> ConfigError:
+    """Return the refusal of a key that does not exist."""
+    hint = suggest(name, accepted, prefix)
     return ConfigError(f"{prefix}{name}: no such key; {hint}")
 
 
-def _with_batch(config: RobustConfig) -> RobustConfig:
-    """Settle micro-batch and accumulation. ``auto`` starts with each rank's share of the effective
-    batch. A number together with an effective batch gets the accumulation that it needs."""
+def _settle_batch(config: RobustConfig) -> RobustConfig:
+    """Settle micro-batch and accumulation.
+
+    ``batch_size=auto`` starts with each rank's share of the effective batch. If ``batch_size`` and
+    ``effective_batch_size`` are numbers, accumulation follows from them.
+    """
     training = config.training
-    size: int | None = training.batch_size  # None for auto
+    # The field has None for `auto`.
+    size: int | None = training.batch_size
     effective = training.effective_batch_size
     steps = training.gradient_accumulation_steps
     finds_batch_size = size is None
@@ -227,16 +246,18 @@ def _with_batch(config: RobustConfig) -> RobustConfig:
                 f"training.effective_batch_size={effective}: is not a multiple of "
                 f"num_gpus={config.num_gpus}"
             )
-        _check_auto(config, size)
+        _check_auto_batch(config, size)
     elif effective is not None:
-        steps = _accumulation(config, size, effective)
+        steps = _compute_accumulation(config, size, effective)
     training = replace(
         training, batch_size=size, gradient_accumulation_steps=steps, effective_batch_size=effective
     )
     return replace(config, training=training, finds_batch_size=finds_batch_size)
 
 
-def _check_auto(config: RobustConfig, share: int) -> None:
+def _check_auto_batch(config: RobustConfig, share: int) -> None:
+    """Refuse keys that contradict ``batch_size=auto``. ``share`` is the share of each rank in the
+    effective batch."""
     steps = config.training.gradient_accumulation_steps
     if steps != 1:
         raise ConfigError(
@@ -255,7 +276,12 @@ def _check_auto(config: RobustConfig, share: int) -> None:
         )
 
 
-def _accumulation(config: RobustConfig, size: int, effective: int) -> int:
+def _compute_accumulation(config: RobustConfig, size: int, effective: int) -> int:
+    """Return the accumulation for a micro-batch and an effective batch.
+
+    Raises:
+        ConfigError: the numbers contradict each other.
+    """
     steps = config.training.gradient_accumulation_steps
     gpus = config.num_gpus
     needed, rest = divmod(effective, size * gpus)
@@ -273,47 +299,52 @@ def _accumulation(config: RobustConfig, size: int, effective: int) -> int:
     return needed
 
 
-def _mistakes(config: RobustConfig) -> Iterator[str]:
-    """Yield the conflicts between the values of two keys."""
+def _find_mistakes(config: RobustConfig) -> Iterator[str]:
+    """Yield refusals of the device, and of values that contradict each other."""
     pattern = _ONE_OF_SEVERAL if config.names_several else _DEVICE
-    if not all(map(pattern.fullmatch, config.device.split(","))):
+    if not all(pattern.fullmatch(device) for device in config.device.split(",")):
         yield (
             f"device={config.device}: must be auto, cpu, cuda, cuda:<number>, a GPU's UUID, or a "
             "list of GPUs, device=[2,3]"
         )
-    size = config.training.batch_size
-    gpus = config.num_gpus
     if config.theirs is not None:
-        steps = config.training.gradient_accumulation_steps
-        for key, value, least in (
-            (BATCH, size, 1),
-            (ACCUMULATION, steps, 1),
-            (WORKERS, config.training.num_workers, 0),
-            (CHECKPOINTING, config.training.gradient_checkpointing or 0, 0),
-        ):
-            if value > least and key not in config.theirs:
-                yield (
-                    f"{key}={value}: the project's config has no key for it; refer to the one "
-                    f"that its code reads: '{key}=${{its.name}}'"
-                )
-        for key in UNREAD_IN_PROJECTS:
-            value = attrgetter(key)(config)
-            if value != attrgetter(key)(_DEFAULTS):
-                yield f"{key}={value}: a project's code does not see it; set the project's own key"
+        yield from _find_mistakes_in_project(config, config.theirs)
+    size = config.training.batch_size
     if config.min_batch_size > size:
-        least = config.min_batch_size
-        yield f"min_batch_size={least}: must not be above training.batch_size={size}"
+        smallest = config.min_batch_size
+        yield f"min_batch_size={smallest}: must not be above training.batch_size={size}"
     if config.packs_gpus and config.finds_batch_size:
         yield (
             "gpu_jobs_per_device=auto: training.batch_size=auto fills a GPU with one job; give one "
             "of them a number"
         )
-    if config.runs_inline and gpus > 1:
+    if config.runs_inline and config.num_gpus > 1:
         yield (
-            f"num_gpus={gpus}: every GPU needs a process of its own; leave isolation=none out, or "
-            "use num_gpus=1"
+            f"num_gpus={config.num_gpus}: every GPU needs a separate process; leave isolation=none "
+            "out, or use num_gpus=1"
         )
     if config.runs_inline and config.traits.is_program:
-        yield "isolation=none: a script (trainer.argv) always runs in a process of its own"
+        yield "isolation=none: a script (trainer.argv) always runs in a separate process"
     for keys in schema().features:
         yield from config.of(keys).mistakes(config)
+
+
+def _find_mistakes_in_project(config: RobustConfig, theirs: Mapping[str, str]) -> Iterator[str]:
+    """Yield refusals of values that a project's code would never see. ``theirs`` has the project's
+    key for each of our keys that refers to one."""
+    training = config.training
+    for key, value, default in (
+        (BATCH, training.batch_size, 1),
+        (ACCUMULATION, training.gradient_accumulation_steps, 1),
+        (WORKERS, training.num_workers, 0),
+        (CHECKPOINTING, training.gradient_checkpointing or 0, 0),
+    ):
+        if value > default and key not in theirs:
+            yield (
+                f"{key}={value}: the project's config has no key for it; refer to the key that its "
+                f"code reads: '{key}=${{its.name}}'"
+            )
+    for key in UNREAD_IN_PROJECTS:
+        value = attrgetter(key)(config)
+        if value != attrgetter(key)(_DEFAULTS):
+            yield f"{key}={value}: a project's code does not see it; set the project's own key"

@@ -1,8 +1,8 @@
-"""The keys as Hydra and OmegaConf use them: typed nodes in an open root.
+"""Registers the package's keys with Hydra, and completes a config with their defaults.
 
-Any process that composes a config needs it. The YAML files under ``configs/`` refer to the nodes by
-name, so they are in Hydra's ConfigStore before those files are read. The root stays open for a
-user's keys, and every key of this package is typed.
+Hydra and OmegaConf get the keys as typed nodes in a root that also accepts a user's own keys. The
+YAML files under ``configs/`` refer to these nodes by name, so every process that composes a config
+registers them first. The launcher calls `complete` for a config that a program passes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from functools import cache
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -18,7 +17,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from robust_train.compat import nodes_of, register_resolver, set_nodes
-from robust_train.config.checks import refuse_values_of_groups, unknown
+from robust_train.config.checks import refuse_values_of_groups, unknown_key
 from robust_train.config.keys import Group, Key, group_of, schema
 from robust_train.config.projects import GROUP, defaults_for_theirs, is_theirs, ours
 from robust_train.config.schema import TrainerConfig, TrainingConfig
@@ -26,19 +25,20 @@ from robust_train.config.trainers import folder_name
 from robust_train.model.errors import ConfigError
 
 _GROUPS: dict[str, Any] = {"model": {}, "dataset": {}, "trainer": {}}
+
+# Keys of ``training`` whose default is the value of another key, with an interpolation of that key.
 _FOLLOWING = {
     item.name: f"${{oc.select:{item.metadata['key'].follows},{item.default}}}"
     for item in fields(TrainingConfig)
     if item.metadata["key"].follows
 }
-"""Keys of ``training`` whose default is the value of another key."""
 
 
 def open_root(root: Group) -> DictConfig:
     """Return a root with typed keys that accepts other keys as well. A dataclass as Hydra's root
     would reject a user's top-level keys."""
     config = OmegaConf.create({})
-    for name, node in _nodes_of(root).items():
+    for name, node in _make_nodes(root).items():
         config[name] = node
     return config
 
@@ -48,15 +48,14 @@ def group_node(group: Group) -> DictConfig:
     node: DictConfig = OmegaConf.structured(group.owner)
     # The dataclass is frozen, but a config is not.
     OmegaConf.set_readonly(node, None)
-    set_nodes(node, _nodes_of(group))
+    set_nodes(node, _make_nodes(group))
     return node
 
 
-def _nodes_of(group: Group) -> dict[str, Any]:
-    @cache
-    def typed(owner: type) -> dict[str, object]:
-        return nodes_of(OmegaConf.structured(owner))
-
+def _make_nodes(group: Group) -> dict[str, Any]:
+    """Return a node for each member of a group, by name."""
+    # The typed nodes of each dataclass, which declares several keys.
+    nodes_by_owner: dict[type, dict[str, object]] = {}
     nodes: dict[str, Any] = {}
     for name, member in group.members.items():
         if isinstance(member, Group):
@@ -64,12 +63,15 @@ def _nodes_of(group: Group) -> dict[str, Any]:
         elif member.about.is_untyped:
             nodes[name] = _untyped_node(member)
         else:
-            nodes[name] = typed(member.owner)[name]
+            owner = member.owner
+            if owner not in nodes_by_owner:
+                nodes_by_owner[owner] = nodes_of(OmegaConf.structured(owner))
+            nodes[name] = nodes_by_owner[owner][name]
     return nodes
 
 
 def _untyped_node(key: Key) -> object:
-    """Return the node of a key with values of several types."""
+    """Return the node of a key that accepts several types."""
     value = key.item.default if key.about.written is ... else key.about.written
     if isinstance(value, tuple):
         # OmegaConf 2.4 keeps a tuple, which a user's list could not replace.
@@ -78,8 +80,8 @@ def _untyped_node(key: Key) -> object:
 
 
 def register() -> None:
-    """Put the schemas into Hydra's ConfigStore. The root lacks ``model``, ``dataset`` and
-    ``trainer``: without an option of this package there, these names belong to the project."""
+    """Put the schemas into Hydra's ConfigStore, without ``model``, ``dataset`` and ``trainer`` at
+    the root. These names belong to the project unless it chooses an option of this package."""
     for name, keys in (("robust_base_schema", schema().plain), ("robust_schema", schema().root)):
         root = open_root(keys)
         for group in _GROUPS:
@@ -89,8 +91,8 @@ def register() -> None:
 
 
 def store_group(group: str, option: str, owner: type, *, base: type | None = None) -> None:
-    """Put the keys of a group's option into Hydra's ConfigStore. ``base`` is the type of the group
-    without the option, whose keys are left out, so that they keep their values."""
+    """Put the keys of a group's option into Hydra's ConfigStore. The keys of ``base``, the type of
+    the group without an option, are left out, so that they keep their values."""
     node = group_node(group_of(owner))
     with open_dict(node):
         for item in fields(base) if base is not None else ():
@@ -102,7 +104,7 @@ def store_group(group: str, option: str, owner: type, *, base: type | None = Non
 
 def complete(cfg: Mapping[str, Any] | DictConfig) -> DictConfig:
     """Complete ``cfg``, which has any part of the keys, with the defaults of :class:`RobustConfig`.
-    In a project's config that concerns its group ``robust``.
+    In a project's config, complete its group ``robust``.
 
     Raises:
         ConfigError: a value has the wrong type.
@@ -111,8 +113,8 @@ def complete(cfg: Mapping[str, Any] | DictConfig) -> DictConfig:
     whole = given if isinstance(given, DictConfig) else OmegaConf.create(given)
     if not is_theirs(whole):
         completed = _complete(whole)
-        # The job's folder may be named after the time in these values, and the caller may have read
-        # them.
+        # The cache has the time that the caller's config may already have resolved ``now`` to. The
+        # run folder may be named after it.
         OmegaConf.copy_cache(whole, completed)
         return completed
     whole = whole.copy()
@@ -128,13 +130,14 @@ def _complete(cfg: Any, prefix: str = "") -> DictConfig:
     try:
         merged = OmegaConf.merge(open_root(schema().root), base, cfg)
     except OmegaConfBaseException as error:
-        raise _mistake(error, prefix) from None
+        raise _as_config_error(error, prefix) from None
     assert isinstance(merged, DictConfig)
     return merged
 
 
 def plain_config(cfg: DictConfig) -> DictConfig:
-    """Return the config of a ``train.py`` job: one attempt, without choosing or waiting."""
+    """Return the config of a ``train.py`` job: one attempt, which chooses no GPU and does not
+    wait."""
     plain = complete(cfg)
     is_program = OmegaConf.select(plain, "trainer.argv") is not None
     plain.isolation = "process" if is_program else "none"
@@ -144,7 +147,8 @@ def plain_config(cfg: DictConfig) -> DictConfig:
     return plain
 
 
-def _mistake(error: OmegaConfBaseException, prefix: str) -> ConfigError:
+def _as_config_error(error: OmegaConfBaseException, prefix: str) -> ConfigError:
+    """Return the error for the user, with the accepted keys if a key does not exist."""
     full_key = f"{prefix}{error.full_key}"
     parent, _, name = full_key.rpartition(".")
     kind = error.object_type
@@ -154,11 +158,11 @@ def _mistake(error: OmegaConfBaseException, prefix: str) -> ConfigError:
         accepted = list(dict.fromkeys(accepted + list(group.members)))
     if not (isinstance(error, ConfigKeyError) and accepted):
         return ConfigError(str(error).splitlines()[0] + f" (key {full_key})")
-    return unknown(name, accepted, f"{parent}.")
+    return unknown_key(name, accepted, f"{parent}.")
 
 
-# They are registered at import, because the processes of Hydra's launchers build no search path.
-# The first is cached like Hydra's ``now``: jobs that run in other processes belong to the same
-# sweep folder.
+# Both are registered at import, because the processes of Hydra's launchers build no search path.
+# The process id is cached like Hydra's ``now``, so that the jobs of a sweep that run in other
+# processes have the same sweep folder.
 register_resolver("robust_pid", os.getpid, use_cache=True)
 register_resolver("robust_job", folder_name)

@@ -1,4 +1,4 @@
-"""All keys together: the kernel's keys, with each feature's keys in their places among them.
+"""Combines all keys: the kernel's keys, with the keys of each feature in their places among them.
 
 Every process that reads a config calls :func:`schema`.
 """
@@ -37,8 +37,8 @@ class Group:
 
     owner: type  # the dataclass that gives Hydra's node its type
     members: Mapping[str, Key | Group]
-    section: str = ""  # the section of the page that starts with it
-    is_open: bool = False  # takes any keys; the members are those that this package reads
+    section: str = ""  # the section of the page that starts with this group
+    is_open: bool = False  # accepts any keys; the members are the keys that this package reads
 
     def names(self, prefix: str = "") -> Iterator[str]:
         """Yield the full names of all keys."""
@@ -78,15 +78,16 @@ class Schema:
         """Return a group of the kernel, with features' keys in it."""
         members: dict[str, Key | Group] = {}
         for item in fields(owner):
-            if not item.metadata:  # without metadata it is not a key
+            # A field without metadata is not a key.
+            if not item.metadata:
                 continue
-            members[item.name] = self._member(owner, item, prefix)
-            members |= self._of_features(f"{prefix}{item.name}", prefix)
+            members[item.name] = self._make_member(owner, item, prefix)
+            members |= self._find_feature_keys(f"{prefix}{item.name}", prefix)
         if owner is not PlainConfig:
-            members |= self._of_features(f"{prefix}…", prefix)
+            members |= self._find_feature_keys(f"{prefix}…", prefix)
         return Group(owner, members, section, is_open)
 
-    def _member(self, owner: type, item: Field[Any], prefix: str) -> Key | Group:
+    def _make_member(self, owner: type, item: Field[Any], prefix: str) -> Key | Group:
         about = item.metadata
         if "group" in about:
             return self._group(about["group"], f"{prefix}{item.name}.", about["section"])
@@ -94,41 +95,43 @@ class Schema:
             return self._group(about["open"], f"{prefix}{item.name}.", is_open=True)
         return Key(owner, item)
 
-    def _of_features(self, place: str, prefix: str) -> dict[str, Key | Group]:
-        """Return the features' keys that belong in this place of the group ``prefix``."""
+    def _find_feature_keys(self, place: str, prefix: str) -> dict[str, Key | Group]:
+        """Return the features' keys that follow the key ``place`` in the group ``prefix``."""
         members: dict[str, Key | Group] = {}
         for keys in self.features:
-            if self._place(keys) != place:
+            if self._place_of(keys) != place:
                 continue
             declared = fields(keys)  # type: ignore[arg-type]
-            members_of_class: dict[str, Key | Group] = {
+            feature_members: dict[str, Key | Group] = {
                 item.name: Key(keys, item) for item in declared
             }
-            is_group_of_its_own = keys.group and not prefix
-            if is_group_of_its_own:
-                members[keys.group] = Group(keys, members_of_class)
+            is_new_group = keys.group and not prefix
+            if is_new_group:
+                members[keys.group] = Group(keys, feature_members)
             else:
-                members |= members_of_class
+                members |= feature_members
         return members
 
-    def _place(self, keys: type[FeatureKeys]) -> str:
+    def _place_of(self, keys: type[FeatureKeys]) -> str:
+        """Return the key that a feature's keys follow. ``…`` stands for the end of a group."""
         if keys in self.after:
             return self.after[keys]
-        is_kernels = any(item.name == keys.group for item in fields(RobustConfig))
-        return f"{keys.group}.…" if is_kernels else "…"
+        is_kernel_group = any(item.name == keys.group for item in fields(RobustConfig))
+        return f"{keys.group}.…" if is_kernel_group else "…"
 
 
 @cache
 def schema() -> Schema:
     """Return every key.
 
-    Only ``assembly.py`` lists the features, and it is above this room. So it is loaded by name when
-    keys are first needed.
+    Only ``assembly.py`` lists the features, and this package must not import it. So it is loaded by
+    name when keys are first needed.
     """
     composed: Schema = load_named(_SCHEMA)
     return composed
 
 
 def group_of(owner: type) -> Group:
-    """Return the keys that a dataclass itself declares, as an option of a group does."""
+    """Return the keys that a dataclass declares, for an option of a group such as
+    ``trainer=command``."""
     return Schema()._group(owner)

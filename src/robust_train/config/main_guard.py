@@ -1,7 +1,9 @@
-"""Finds effects of a script that its attempts lack, because they do not run its ``__main__`` guard.
+"""Warns if a script seeds or configures something that its attempts will miss.
 
-An attempt imports the script. It runs none of it if the trainer is imported from elsewhere or was
-sent by value. The command reads the source and warns before the job starts.
+For example, ``torch.manual_seed(0)`` under ``if __name__ == "__main__":`` runs in the launcher, but
+not in an attempt, which only imports the script. An attempt does not even import the script if the
+trainer is in another module or was sent by value. The launcher parses the script's source, without
+running it, before the job starts.
 """
 
 from __future__ import annotations
@@ -12,11 +14,11 @@ import importlib.util
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 from robust_train.config.trainers import MainModule, TrainerRef
 
+# Functions that change a whole process's results. Functions with "seed" in their name do so too.
 _SETTINGS = frozenset(
     (
         "enable_full_determinism",
@@ -26,11 +28,9 @@ _SETTINGS = frozenset(
         "use_deterministic_algorithms",
     )
 )
-"""Functions that change a whole process's results, in addition to those with "seed" in their name.
-"""
 
+# The prefix of torch's attributes that change a whole process's results.
 _SWITCHES = "torch.backends."
-"""The prefix of torch's attributes that do the same."""
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -42,7 +42,7 @@ class GuardedEffects:
 
     Attributes:
         calls: dotted names of functions that seed or configure a whole process.
-        names: variables of the script, and switches of torch, that get another value.
+        names: variables of the script, and switches of torch, that get a new value.
     """
 
     calls: tuple[str, ...] = ()
@@ -51,7 +51,7 @@ class GuardedEffects:
     def in_words(
         self, script: str, why: str = ' under if __name__ == "__main__":, which does not run'
     ) -> str | None:
-        """Return the effects in one line, with the reason, or None if there are none."""
+        """Return the effects in one line, with the reason ``why``, or None if there are none."""
         effects = []
         if self.calls:
             effects.append("calls " + ", ".join(f"{call}()" for call in self.calls))
@@ -65,9 +65,9 @@ class GuardedEffects:
         )
 
 
-def effects_lost_in_attempts(trainer: TrainerRef) -> str | None:
-    """Return in one line which of a script's effects are missing in its attempts, None if none are
-    known."""
+def describe_lost_effects(trainer: TrainerRef) -> str | None:
+    """Return a line with the effects of this process's script that are missing in its attempts, or
+    None if none are found."""
     main = trainer.main
     if main is None:
         main = MainModule.of_this_process()
@@ -78,20 +78,20 @@ def effects_lost_in_attempts(trainer: TrainerRef) -> str | None:
     with contextlib.suppress(OSError, ValueError, SyntaxError, RecursionError):
         tree = ast.parse(script.read_bytes())
         if trainer.pickled:
-            # The trainer takes the values of its variables along.
+            # The values of the script's variables are sent with the trainer.
             why = f", but the trainer is sent by value: {script.name} does not run"
-            return effects_beside_value(tree, name).in_words(script.name, why)
+            return find_effects_lost_by_value(tree, name).in_words(script.name, why)
         if trainer.main is not None:
-            return effects_under_guard(tree, name).in_words(script.name)
-        source = _source_of(module)
+            return find_effects_under_guard(tree, name).in_words(script.name)
+        source = _find_source(module)
         if source is not None and not source.samefile(script):
-            effects = effects_beside_module(tree, ast.parse(source.read_bytes()))
+            effects = find_effects_lacking_in_module(tree, ast.parse(source.read_bytes()))
             why = f", but the trainer is imported from {module}: {script.name} does not run"
             return effects.in_words(script.name, why)
     return None
 
 
-def _source_of(module: str) -> Path | None:
+def _find_source(module: str) -> Path | None:
     """Return the file of a module without importing it, or None if it is unknown."""
     loaded = getattr(sys.modules.get(module), "__file__", None)
     if loaded is not None:
@@ -103,12 +103,15 @@ def _source_of(module: str) -> Path | None:
     if not below:
         return Path(spec.origin)
     path = Path(spec.origin).parent.joinpath(*below)
-    files = (path.with_suffix(".py"), path / "__init__.py")
-    return next((file for file in files if file.exists()), None)
+    for file in (path.with_suffix(".py"), path / "__init__.py"):
+        if file.exists():
+            return file
+    return None
 
 
-def effects_under_guard(script: ast.Module, trainer: str) -> GuardedEffects:
-    """Return the effects of a script's guard that its function ``trainer`` depends on."""
+def find_effects_under_guard(script: ast.Module, trainer: str) -> GuardedEffects:
+    """Return the effects of a script's ``__main__`` guard that its function ``trainer`` depends
+    on."""
     defined: dict[str, Definition] = {}
     guarded: list[ast.stmt] = []
     always: list[ast.stmt] = []
@@ -119,60 +122,64 @@ def effects_under_guard(script: ast.Module, trainer: str) -> GuardedEffects:
             guarded += node.body
         else:
             always.append(node)
-    in_attempts = _reached([defined[trainer]] if trainer in defined else [], defined)
-    only_guarded = [item for item in _reached(guarded, defined) if item not in in_attempts]
-    imported = _imported_in(script)
-    effects = set(_effects_in([*guarded, *only_guarded], imported))
-    has_like = {_kind_of(item) for item in _effects_in([*always, *in_attempts], imported)}
-    lost = sorted(item for item in effects if _kind_of(item) not in has_like)
-    anew = _variables_set_in(guarded)
+    in_attempts = _reach([defined[trainer]] if trainer in defined else [], defined)
+    only_guarded = [item for item in _reach(guarded, defined) if item not in in_attempts]
+    imported = _find_imports(script)
+    effects = set(_find_effects([*guarded, *only_guarded], imported))
+    lost = _drop_repeated(effects, _find_effects([*always, *in_attempts], imported))
+    reassigned = _find_changed_variables(guarded)
     for function in only_guarded:
-        anew |= _variables_set_in([function]) - _locals_of(function)
-    read = {name for item in in_attempts for name in _read_in(item) if name not in _locals_of(item)}
-    # A variable that is only set under the guard ends attempts with a NameError.
-    has_value = _variables_bound_in(always) | {item.name for item in defined.values()}
-    variables = sorted(anew & read & has_value)
+        reassigned |= _find_changed_variables([function]) - _find_local_names(function)
+    read: set[str] = set()
+    for item in in_attempts:
+        read |= set(_find_read_names(item)) - _find_local_names(item)
+    # A variable without another value would end attempts with a NameError, which is clear enough.
+    has_value = _find_bound_variables(always) | defined.keys()
+    variables = sorted(reassigned & read & has_value)
     switches = [item for item in lost if item.startswith(_SWITCHES)]
-    return GuardedEffects(
-        tuple(item for item in lost if item not in switches), tuple(variables + switches)
-    )
+    calls = [item for item in lost if item not in switches]
+    return GuardedEffects(tuple(calls), tuple(variables + switches))
 
 
-def effects_beside_module(script: ast.Module, module: ast.Module) -> GuardedEffects:
-    """Return the effects of a script whose trainer is in another module, except those that this
-    module has."""
-    return _effects_without(script, _effects_in([module], _imported_in(module)))
+def find_effects_lacking_in_module(script: ast.Module, module: ast.Module) -> GuardedEffects:
+    """Return the effects of a script that the module with its trainer does not have too."""
+    return _find_effects_lost(script, _find_effects([module], _find_imports(module)))
 
 
-def effects_beside_value(script: ast.Module, trainer: str) -> GuardedEffects:
-    """Return the effects of a script that sends its trainer, a function, by value. Of a trainer
-    that is an object the code is unknown, and so are its effects."""
-    nodes = [node for node in ast.walk(script) if _is_named(node, trainer)]
+def find_effects_lost_by_value(script: ast.Module, trainer: str) -> GuardedEffects:
+    """Return the effects of a script that its trainer, a function sent by value, does not have too.
+    Nothing is found for a trainer that is an object, because its code is unknown."""
+    nodes = [node for node in ast.walk(script) if _has_name(node, trainer)]
     if not nodes:
         return GuardedEffects()
-    in_attempts = [*nodes, *_reached(nodes, _defined_in(script))]
-    return _effects_without(script, _effects_in(in_attempts, _imported_in(script)))
+    in_attempts = [*nodes, *_reach(nodes, _find_definitions(script))]
+    return _find_effects_lost(script, _find_effects(in_attempts, _find_imports(script)))
 
 
-def _effects_without(script: ast.Module, in_attempts: Iterable[str]) -> GuardedEffects:
-    """Return the script's effects without an equivalent in its attempts. Functions that the script
-    does not call have no effects."""
+def _find_effects_lost(script: ast.Module, in_attempts: Iterable[str]) -> GuardedEffects:
+    """Return the script's effects that have no equivalent ``in_attempts``. Functions that the
+    script does not call have no effects."""
     statements = [node for node in script.body if not isinstance(node, _DEFINITIONS)]
-    done = [*statements, *_reached(statements, _defined_in(script))]
-    has_like = {_kind_of(item) for item in in_attempts}
-    effects = sorted(set(_effects_in(done, _imported_in(script))))
-    lost = [item for item in effects if _kind_of(item) not in has_like]
-    switches = tuple(item for item in lost if item.startswith(_SWITCHES))
-    return GuardedEffects(tuple(item for item in lost if item not in switches), switches)
+    done = [*statements, *_reach(statements, _find_definitions(script))]
+    lost = _drop_repeated(_find_effects(done, _find_imports(script)), in_attempts)
+    switches = [item for item in lost if item.startswith(_SWITCHES)]
+    calls = [item for item in lost if item not in switches]
+    return GuardedEffects(tuple(calls), tuple(switches))
 
 
-def _is_named(node: ast.AST, name: str) -> bool:
+def _drop_repeated(effects: Iterable[str], in_attempts: Iterable[str]) -> list[str]:
+    """Return the effects on settings that no effect ``in_attempts`` changes."""
+    changed = {_setting_of(item) for item in in_attempts}
+    return sorted({item for item in effects if _setting_of(item) not in changed})
+
+
+def _has_name(node: ast.AST, name: str) -> bool:
     if isinstance(node, ast.Lambda):
         return name == "<lambda>"
     return isinstance(node, _DEFINITIONS) and node.name == name
 
 
-def _defined_in(script: ast.Module) -> dict[str, Definition]:
+def _find_definitions(script: ast.Module) -> dict[str, Definition]:
     return {node.name: node for node in script.body if isinstance(node, _DEFINITIONS)}
 
 
@@ -180,26 +187,26 @@ def _is_guard(test: ast.expr) -> bool:
     return ast.unparse(test) in ("__name__ == '__main__'", "'__main__' == __name__")
 
 
-def _reached(nodes: Sequence[ast.AST], defined: Mapping[str, Definition]) -> list[Definition]:
-    """Return the script's functions and classes that some nodes contain or name, directly or
-    through others."""
+def _reach(nodes: Sequence[ast.AST], defined: Mapping[str, Definition]) -> list[Definition]:
+    """Return the functions and classes of the script that ``nodes`` contain or mention, directly or
+    through other functions."""
     reached = [node for node in nodes if isinstance(node, _DEFINITIONS)]
-    waiting = list(nodes)
-    for node in waiting:
-        for name in _read_in(node):
+    to_visit = list(nodes)
+    while to_visit:
+        for name in _find_read_names(to_visit.pop(0)):
             if name in defined and defined[name] not in reached:
                 reached.append(defined[name])
-                waiting.append(defined[name])
+                to_visit.append(defined[name])
     return reached
 
 
-def _read_in(node: ast.AST) -> Iterator[str]:
+def _find_read_names(node: ast.AST) -> Iterator[str]:
     for inner in ast.walk(node):
         if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Load):
             yield inner.id
 
 
-def _imported_in(script: ast.Module) -> set[str]:
+def _find_imports(script: ast.Module) -> set[str]:
     """Return the names that imports bind anywhere in a script."""
     names: set[str] = set()
     for node in ast.walk(script):
@@ -208,42 +215,46 @@ def _imported_in(script: ast.Module) -> set[str]:
     return names
 
 
-def _effects_in(nodes: Sequence[ast.AST], imported: set[str]) -> Iterator[str]:
-    """Yield the dotted names of a library's functions that are called to set something, and of
-    torch's switches."""
-    for node in chain.from_iterable(map(ast.walk, nodes)):
+def _find_effects(nodes: Sequence[ast.AST], imported: set[str]) -> Iterator[str]:
+    """Yield the dotted names of called functions of libraries that seed or configure the process,
+    and of torch's switches that get a value."""
+    for node in _walk_all(nodes):
         name = ""
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             name = ast.unparse(node)
         is_imported = name.partition(".")[0] in imported and name.replace(".", "").isidentifier()
-        if is_imported and _kind_of(name):
+        if is_imported and _setting_of(name) is not None:
             yield name
 
 
-def _kind_of(name: str) -> str:
-    """Return the setting that a function or a switch changes, "" if none. All seeds are one
+def _setting_of(name: str) -> str | None:
+    """Return the setting that a function or a switch changes, or None. All seeds count as one
     setting."""
     last = name.rpartition(".")[2]
     if name.startswith(_SWITCHES):
         return name
     if "seed" in last:
         return "seed"
-    return last if last in _SETTINGS else ""
+    return last if last in _SETTINGS else None
 
 
-def _variables_bound_in(nodes: Sequence[ast.AST]) -> set[str]:
-    """Return the variables to which nodes give a value."""
-    walked = chain.from_iterable(map(ast.walk, nodes))
-    names = (node for node in walked if isinstance(node, ast.Name))
+def _walk_all(nodes: Sequence[ast.AST]) -> Iterator[ast.AST]:
+    for node in nodes:
+        yield from ast.walk(node)
+
+
+def _find_bound_variables(nodes: Sequence[ast.AST]) -> set[str]:
+    """Return the variables that nodes assign to."""
+    names = [node for node in _walk_all(nodes) if isinstance(node, ast.Name)]
     return {node.id for node in names if isinstance(node.ctx, ast.Store)}
 
 
-def _variables_set_in(nodes: Sequence[ast.AST]) -> set[str]:
-    """Return these and the variables whose attributes or items nodes set."""
-    names = _variables_bound_in(nodes)
-    for node in chain.from_iterable(map(ast.walk, nodes)):
+def _find_changed_variables(nodes: Sequence[ast.AST]) -> set[str]:
+    """Return the variables that nodes assign to, or whose attributes or items they assign to."""
+    names = _find_bound_variables(nodes)
+    for node in _walk_all(nodes):
         if isinstance(node, (ast.Attribute, ast.Subscript)) and isinstance(node.ctx, ast.Store):
             target: ast.expr = node
             while isinstance(target, (ast.Attribute, ast.Subscript)):
@@ -253,9 +264,9 @@ def _variables_set_in(nodes: Sequence[ast.AST]) -> set[str]:
     return names
 
 
-def _locals_of(definition: Definition) -> set[str]:
+def _find_local_names(definition: Definition) -> set[str]:
     """Return the local names of a function, or of a class's methods."""
-    names = _variables_bound_in([definition])
+    names = _find_bound_variables([definition])
     names |= {node.arg for node in ast.walk(definition) if isinstance(node, ast.arg)}
     for node in ast.walk(definition):
         if isinstance(node, ast.Global):

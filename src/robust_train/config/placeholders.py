@@ -1,7 +1,9 @@
-"""The values that an attempt passes to a script, and how it splits its batch and when it saves.
+"""The values that an attempt passes to a script, such as ``{batch_size}``, and the plans for
+splitting its batch and for saving.
 
-They are placeholders in the script's arguments and variables in its environment. Scripts import
-this module too, so it imports no library.
+The attempt fills the placeholders in the script's arguments, and sets the same values as variables
+in its environment. The script's process reads these variables by this module too, so the module
+imports no library.
 """
 
 from __future__ import annotations
@@ -38,20 +40,20 @@ class ScriptValues:
     effective_batch_size: int  # samples of all processes per optimizer step
     # As given, scaled if the user asked for it, and smaller after training has diverged.
     learning_rate: str
-    # Number of processes that the script has to start, one for each GPU that it sees.
+    # Number of processes that the script must start, one for each GPU that it sees.
     num_gpus: int
     min_batch_size: int  # the smallest micro-batch of any attempt
     num_workers: int  # data-loader workers
-    # `cuda:0` (the first GPU that the script sees, and mostly the only GPU) or `cpu`.
+    # `cuda:0`, which is the first and usually the only GPU that the script sees, or `cpu`.
     device: str
     attempt: int  # number of the attempt, counted from 1
     checkpoint: str  # the checkpoint to resume from; empty for a fresh start
     run_dir: str  # the job's run folder
     # Longest time without a checkpoint, or `auto`.
     checkpoint_every_minutes: str = AUTO
-    # Most optimizer steps without a checkpoint; 0 for any number.
+    # Largest number of optimizer steps without a checkpoint; 0 for any number.
     checkpoint_every_steps: int = 0
-    keep_checkpoints: int = 2  # how many checkpoints of `run.save` stay
+    keep_checkpoints: int = 2  # number of checkpoints that `run.save` keeps
     # `true`: recompute activations to save memory.
     gradient_checkpointing: str = "false"
     # The reaction if splitting changes the loss: `warn`, `other_remedies_first` or `exact`.
@@ -61,7 +63,11 @@ class ScriptValues:
         """Replace the placeholders in ``text``. Other braces (JSON, shell) stay unchanged. ``{$}``
         is a dollar sign, because ``${…}`` is an interpolation in a config."""
         values = {**asdict(self), "$": "$"}
-        return _PLACEHOLDER.sub(lambda m: quote(str(values.get(m[1], m[0]))), text)
+
+        def fill_match(match: re.Match[str]) -> str:
+            return quote(str(values.get(match[1], match[0])))
+
+        return _PLACEHOLDER.sub(fill_match, text)
 
     def environment(self) -> dict[str, str]:
         """Return the values as environment variables, ``ROBUST_TRAIN_BATCH_SIZE`` and so on."""
@@ -69,8 +75,11 @@ class ScriptValues:
 
 
 def decimal(number: float) -> str:
-    """Return a number without an exponent, without rounding errors of its computation. Without a
-    dot, YAML reads a number with an exponent as text, and ``bc`` does not read it at all."""
+    """Return a number as text without an exponent, and without rounding errors of its computation.
+
+    A script's YAML parser reads an exponent without a dot (``1e-05``) as text, and ``bc`` does not
+    read it at all.
+    """
     shortest = f"{number:.12g}"
     if not math.isclose(float(shortest), number, rel_tol=1e-14):
         shortest = repr(number)
@@ -81,7 +90,8 @@ PLACEHOLDERS = tuple(field.name for field in fields(ScriptValues))
 
 
 def literal(text: str) -> str:
-    """Return ``text`` for a config, without interpolations until its placeholders are filled."""
+    """Return ``text`` with ``${`` escaped as ``{$}{``, so that a config does not interpolate it.
+    Filling the placeholders restores it."""
     return _INTERPOLATION.sub("{$}", text)
 
 
@@ -91,8 +101,8 @@ def placeholders_in(text: str) -> set[str]:
 
 
 def near_miss_in(text: str, *, every: bool) -> tuple[str, str] | None:
-    """Return a name in braces that is similar to a placeholder, and that placeholder. ``every``
-    includes names that are similar to none."""
+    """Return the first unknown name in braces that resembles a placeholder, and that placeholder,
+    or None. With ``every``, any unknown name counts."""
     for name in _PLACEHOLDER.findall(text):
         if name not in (*PLACEHOLDERS, "$"):
             cutoff = 0.0 if every else 0.75
@@ -109,16 +119,16 @@ def value_from(environ: Mapping[str, str], name: str) -> str | None:
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
-    """How a batch is split inside a step."""
+    """The plan by which the batch of a step is split."""
 
-    # Most samples in one forward and backward pass; None for the whole batch at first.
+    # Largest number of samples in one forward and backward pass. None starts with the whole batch.
     batch_size: int | None = None
     gradient_accumulation_steps: int = 1
-    min_batch_size: int = 1  # parts of this size are not split further
+    min_batch_size: int = 1  # a part of this size is not split further
 
     @property
     def samples(self) -> int | None:
-        """Samples of a rank in an optimizer step, None if unknown."""
+        """Samples of a rank in an optimizer step, or None if unknown."""
         if not self.batch_size:
             return self.batch_size
         return self.batch_size * self.gradient_accumulation_steps
@@ -135,12 +145,12 @@ class MicroBatchPlan:
 
 @dataclass(frozen=True)
 class SplitRule:
-    """The reaction if the losses of parts do not add up to the loss of the batch.
+    """The reaction if the losses of a batch's parts do not add up to the loss of the batch.
 
     Attributes:
-        is_exact: whether no step may be computed in parts then.
-        ends_attempt: whether running out of memory ends the attempt, since the launcher has other
-            remedies.
+        is_exact: whether such a step must not be computed in parts.
+        ends_attempt: whether running out of memory then ends the attempt, because the launcher has
+            other remedies.
     """
 
     is_exact: bool = False
@@ -155,13 +165,13 @@ class SplitRule:
 
     @classmethod
     def named(cls, name: str | None) -> SplitRule:
-        """Return the rule with this :attr:`name`; a rule that is not strict without a name."""
+        """Return the rule with this :attr:`name`. Without a name, return the rule ``warn``."""
         rules = {rule.name: rule for rule in (cls(), cls(False, True), cls(True, True))}
         return rules.get(name or "", cls())
 
     @property
     def name(self) -> str:
-        """``exact``, ``other_remedies_first`` or ``warn``, as a script's environment has it."""
+        """The value in a script's environment: ``exact``, ``other_remedies_first`` or ``warn``."""
         if self.is_exact:
             return "exact"
         return "other_remedies_first" if self.ends_attempt else "warn"
@@ -169,10 +179,11 @@ class SplitRule:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """When to save: the longest time between two checkpoints (None: as often as saving is cheap),
-    and the most optimizer steps between two (0: any number)."""
+    """The plan by which checkpoints are saved."""
 
+    # Longest time between two checkpoints. None means as often as saving is cheap.
     every_seconds: float | None = None
+    # Largest number of optimizer steps between two checkpoints. 0 means any number.
     every_steps: int = 0
 
     @classmethod

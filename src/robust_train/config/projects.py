@@ -1,8 +1,9 @@
-"""The config of a Hydra project that was not made for this package.
+"""Handles the config of a Hydra project that was not made for this package.
 
-The package's keys are in its group ``robust``, so the project may use any name at its root, and the
-batch size that a job adapts is the project's own key. The launcher and attempts use this module. If
-a value under ``robust`` refers to a project's key, that key is set for each attempt::
+The package's keys are in the group ``robust``, so that the project may use any name at its root.
+The batch size that a job adapts is the project's own key. It is found by its name, or because a
+value under ``robust`` refers to it, as in the example. The launcher then writes each attempt's
+choice to that key. The launcher and attempts use this module::
 
     robust:
       training:
@@ -13,20 +14,15 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cache
-from itertools import chain
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from robust_train.config.keys import schema
-from robust_train.config.schema import ACCUMULATION, BATCH, WORKERS, TrainingConfig
-from robust_train.model.attempt import Attempt
-from robust_train.model.errors import ConfigError, NoDeviceError, UserError
-from robust_train.model.spec import Decision, Retry
+from robust_train.config.schema import ACCUMULATION, BATCH, TrainingConfig
+from robust_train.model.errors import ConfigError
 
 GROUP = "robust"
 
@@ -57,35 +53,30 @@ _NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "num_workers": (("num_workers",),),
     "gradient_accumulation_steps": (("accumulate_grad_batches", "gradient_accumulation_steps"),),
-    # No name is specific enough, so only a key counts that the group `robust` refers to.
+    # No name is specific enough, so only a key that the group `robust` refers to counts.
     "gradient_checkpointing": ((),),
 }
-"""Projects' names for the keys under ``training`` that each attempt chooses, in lower case.
+"""Projects' names, in lower case, for the keys under ``training`` that each attempt chooses.
 
-Next to a name of an earlier group, a name of a later group means something else:
-``train_batch_size`` next to ``train_micro_batch_size_per_gpu`` is the batch of all devices.
-``batch`` is also used for other things, so it counts only in a config without another name. A
-mini-batch or micro-batch may have its algorithm in front of it, and is written as two words here.
+The names are in groups of decreasing precision. Next to a name of an earlier group, a name of a
+later group means something else: ``train_batch_size`` next to ``train_micro_batch_size_per_gpu`` is
+the batch of all devices. ``batch`` has other meanings too, so it counts only in a config without
+another name. The name of an algorithm may precede a mini-batch or micro-batch (``ppo_mini_batch``),
+and is removed before names are compared.
 """
 
 _PART_OF_BATCH = re.compile(r".*(mini|micro)_?batch_?(?=size|per|$)")
 _DIVIDED = ("mini_batch", "micro_batch")
 
+# Words in the name of a key or its group that show its purpose.
 _OF_EVALUATION = re.compile(
     r"(eval|valid)[a-z]*|predict(ion|ions|ing)?|infer(ence)?|generat(e|ion)|"
     r"(val|dev|test)(s|ing|set|data|loader|dataset|dataloader)?"
 )
 _OF_TRAINING = re.compile(r"train[a-z]*")
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+# Keys by which the items of a list name their purpose.
 _LABELS = ("name", "split", "subset", "stage", "phase", "mode")
-"""Keys by which the items of a list name their purpose."""
-
-_IN_WORDS = {
-    BATCH: "batch size",
-    ACCUMULATION: "gradient accumulation",
-    WORKERS: "data-loader workers",
-}
-"""The names of these keys for a project's config without such keys."""
 
 _REFERENCE = re.compile(r"\$\{([^\s${}:,]+)\}")
 
@@ -105,7 +96,8 @@ def with_group(cfg: DictConfig) -> DictConfig:
 
 
 def ours(cfg: DictConfig) -> DictConfig:
-    """Return the part of a config with this package's keys: its group ``robust``, else its root."""
+    """Return the part of a config with this package's keys: its group ``robust``, or its root if it
+    has no such group."""
     group = cfg.get(GROUP)
     return group if isinstance(group, DictConfig) else cfg
 
@@ -116,7 +108,7 @@ def is_theirs(cfg: DictConfig) -> bool:
 
 
 def without_ours(cfg: DictConfig) -> DictConfig:
-    """Return the config for a project's code: the config as it would be without this package."""
+    """Return the config for a project's code: without the group ``robust``."""
     if not is_theirs(cfg):
         return cfg
     cfg = cfg.copy()
@@ -126,7 +118,7 @@ def without_ours(cfg: DictConfig) -> DictConfig:
 
 
 def defaults_for_theirs(cfg: DictConfig) -> dict[str, Any]:
-    """Return defaults for the group ``robust`` from a project's config, whose batch counts.
+    """Return defaults for the group ``robust`` that refer to the project's own keys.
 
     Raises:
         ConfigError: it is unclear which of the project's keys is the batch, or the group has
@@ -134,10 +126,10 @@ def defaults_for_theirs(cfg: DictConfig) -> dict[str, Any]:
     """
     # A value that the project does not let us change is not a remedy.
     training: dict[str, Any] = {"num_workers": 0}
-    given = _given(cfg)
+    given = _training_group(cfg)
     for name in _NAMES:
         value = given.get(name)
-        paths = _paths(cfg, name)
+        paths = _find_keys(cfg, name)
         if value is None and len(paths) == 1:
             training[name] = f"${{{paths[0]}}}"
         elif name == "batch_size":
@@ -156,12 +148,13 @@ def defaults_for_theirs(cfg: DictConfig) -> dict[str, Any]:
 
 
 def _check_batch(cfg: DictConfig, value: Any, paths: list[str]) -> None:
+    """Refuse a batch under ``robust`` that does not match the project's keys ``paths``."""
     key = f"{GROUP}.{BATCH}"
     if not paths or _REFERENCE.fullmatch(str(value)):
         return
     if len(paths) > 1:
         raise ConfigError(
-            f"{key}: there are {', '.join(paths)}; say which the training uses: "
+            f"{key}: the config has {', '.join(paths)}; choose the key that the training uses: "
             f"'{key}=${{{paths[0]}}}'"
         )
     theirs = OmegaConf.select(cfg, paths[0])
@@ -170,134 +163,53 @@ def _check_batch(cfg: DictConfig, value: Any, paths: list[str]) -> None:
 
 
 def lightning_of(cfg: DictConfig) -> str | None:
-    """Return the Lightning package whose objects a project's config creates, and whose ``fit`` is
-    replaced, or None if it creates none."""
+    """Return the name of the Lightning package whose objects a project's config creates, or None.
+    Its ``fit`` is replaced by ours."""
     content: Any = OmegaConf.to_container(without_ours(cfg), resolve=False)
-    made = {
-        str(leaf.value).partition(".")[0]
-        for leaf in _leaves(content, "")
-        if leaf.path.endswith("_target_")
-    }
-    names = ("lightning", "pytorch_lightning")
-    return next((name for name in names if name in made), None)
+    targets = [leaf.value for leaf in _leaves(content, "") if leaf.path.endswith("_target_")]
+    packages = {str(target).partition(".")[0] for target in targets}
+    for name in ("lightning", "pytorch_lightning"):
+        if name in packages:
+            return name
+    return None
 
 
 def write_to_theirs(cfg: DictConfig, chosen: dict[str, Any]) -> None:
     """Write an attempt's choices to the project's own keys."""
     for name in _NAMES:
-        path = _path(cfg, name)
+        path = _find_key(cfg, name)
         if path is not None and name in chosen:
             with read_write(cfg):
                 OmegaConf.update(cfg, path, chosen[name])
 
 
 def their_keys(cfg: DictConfig) -> dict[str, str] | None:
-    """Return the project's key for each key that attempts choose, or None for any other config."""
+    """Return the project's key for each of our keys that attempts choose, or None for a config that
+    has our keys at its root."""
     if not is_theirs(cfg):
         return None
     keys = {}
     for name in _NAMES:
-        path = _path(cfg, name)
+        path = _find_key(cfg, name)
         if path is not None:
             keys[f"training.{name}"] = path
-    if lightning_of(cfg):  # our `fit` accumulates
+    if lightning_of(cfg):
+        # Our `fit` accumulates gradients, so the project needs no key for it.
         keys.setdefault(ACCUMULATION, f"{GROUP}.{ACCUMULATION}")
     return keys
 
 
-@dataclass(frozen=True)
-class Words:
-    """Words messages with each key as its user writes it. ``theirs`` are :func:`their_keys`."""
-
-    theirs: Mapping[str, str] | None
-
-    @property
-    def of_log(self) -> Callable[[str], str] | None:
-        """A function that changes a line of the log, or None if lines stay as they are."""
-        return None if self.theirs is None else self.text
-
-    @contextlib.contextmanager
-    def of_errors(self) -> Iterator[None]:
-        """Reword the errors that end a job, so that they name keys as its user writes them."""
-        try:
-            yield
-        except (ConfigError, NoDeviceError, UserError) as error:
-            error.args = (self.text(str(error)),)
-            raise
-
-    def text(self, text: str, quoted: str = "") -> str:
-        """Reword a message. The part ``quoted`` comes from elsewhere and stays."""
-        theirs = self.theirs
-        if theirs is None:
-            return text
-        if quoted:
-            return quoted.join(map(self.text, text.split(quoted)))
-
-        def name(match: re.Match[str]) -> str:
-            key = match[0]
-            is_set = text[match.end() :].startswith("=")
-            their_key = theirs.get(key)
-            if their_key:
-                return their_key
-            our_key = f"{GROUP}.{key}"
-            return our_key if is_set else _IN_WORDS.get(key, our_key)
-
-        return _our_keys().sub(name, text)
-
-    def retry(self, retry: Retry, quoted: str = "") -> Retry:
-        """Reword a decision to retry. ``quoted`` is the failure's message."""
-        otherwise = retry.otherwise
-        if otherwise is not None:
-            otherwise = self.decision(otherwise, quoted)
-        return replace(
-            retry,
-            reason=self.text(retry.reason, quoted),
-            warning=self.text(retry.warning, quoted),
-            otherwise=otherwise,
-        )
-
-    def decision(self, decision: Decision, quoted: str = "") -> Decision:
-        """Reword any decision. ``quoted`` is the failure's message."""
-        if isinstance(decision, Retry):
-            return self.retry(decision, quoted)
-        return replace(decision, reason=self.text(decision.reason, quoted))
-
-    def attempt(self, attempt: Attempt) -> Attempt:
-        """Reword the advice of an attempt, and its message if this package wrote it."""
-        failure = attempt.failure
-        if failure is None or self.theirs is None:
-            return attempt
-        message = failure.message
-        if failure.evidence.library == "robust_train":
-            message = self.text(message)
-        advice = tuple(map(self.text, failure.advice))
-        return replace(attempt, failure=replace(failure, message=message, advice=advice))
-
-
-@cache
-def _our_keys() -> re.Pattern[str]:
-    """Return a pattern for the keys in messages. A key that is an English word matches only as
-    ``key=``, and nothing matches in a placeholder, a path or a longer key."""
-    names = [
-        re.escape(name) + ("" if re.search("[._]", name) else "(?==)")
-        for name in schema().root.names()
-        # Any key there may be the user's.
-        if not name.startswith(("model.", "dataset."))
-    ]
-    return re.compile(rf"(?<![\w./=-])(?<!(?<!\$)\{{)(?:{'|'.join(names)})\b")
-
-
-def _path(cfg: DictConfig, name: str) -> str | None:
-    """Return the project's key for a key of this package: the key that it refers to, or the
-    only match."""
-    reference = _REFERENCE.fullmatch(str(_given(cfg).get(name)))
+def _find_key(cfg: DictConfig, name: str) -> str | None:
+    """Return the project's key for a key of this package: the key that ours refers to, or the only
+    key with that meaning."""
+    reference = _REFERENCE.fullmatch(str(_training_group(cfg).get(name)))
     if reference is not None:
         return reference[1]
-    paths = _paths(cfg, name)
+    paths = _find_keys(cfg, name)
     return paths[0] if len(paths) == 1 else None
 
 
-def resolved(cfg: DictConfig) -> DictConfig:
+def resolve_values(cfg: DictConfig) -> DictConfig:
     """Return a copy with all values resolved, except those in a project's config that only the
     project's code can resolve."""
     cfg = cfg.copy()
@@ -320,32 +232,35 @@ def _resolve(node: DictConfig | ListConfig) -> None:
                 _resolve(value)
 
 
-def _given(cfg: DictConfig) -> dict[str, Any]:
+def _training_group(cfg: DictConfig) -> dict[str, Any]:
     """Return the content of ``robust.training``, unresolved."""
     group: Any = OmegaConf.to_container(ours(cfg), resolve=False)
     training = group.get("training")
     return training if isinstance(training, dict) else {}
 
 
-def _paths(cfg: DictConfig, name: str) -> list[str]:
-    """Return a project's keys with this meaning. Among several those of training count, and those
-    of evaluation never. Keys that refer to one number are that number's key."""
+def _find_keys(cfg: DictConfig, name: str) -> list[str]:
+    """Return a project's keys with the meaning of ``training.<name>``.
+
+    Keys of evaluation never count, and keys of training are preferred. Keys that refer to the same
+    number are one key.
+    """
     content: Any = OmegaConf.to_container(without_ours(cfg), resolve=False)
     leaves = list(_leaves(content, ""))
     values = {leaf.path: leaf.value for leaf in leaves}
-    names = set(chain.from_iterable(_NAMES[name]))
+    names = {known_name for group in _NAMES[name] for known_name in group}
     candidates = [leaf for leaf in leaves if leaf.name in names and not leaf.is_for(_OF_EVALUATION)]
-    # A computed value counts only if there is no number.
+    candidates = _drop_less_precise(candidates, _NAMES[name])
+    # Next to a mini-batch, "train" may belong to the larger batch from which it is drawn.
+    is_divided = any(leaf.name.startswith(_DIVIDED) for leaf in candidates)
     ranks: dict[str, tuple[bool, bool]] = {}
-    named = _without_others(candidates, _NAMES[name])
-    # Next to a mini-batch, "train" may stand before the samples that it is drawn from.
-    is_divided = any(leaf.name.startswith(_DIVIDED) for leaf in named)
-    for leaf in named:
-        path = _end_of_references(leaf.path, values)
+    for leaf in candidates:
+        path = _follow_references(leaf.path, values)
         if _is_integer(cfg, path):
-            of_training = is_divided or leaf.is_for(_OF_TRAINING)
+            is_of_training = is_divided or leaf.is_for(_OF_TRAINING)
+            # A computed value counts only if no key has a number.
             is_number = type(values.get(path)) is int
-            rank = of_training, is_number
+            rank = (is_of_training, is_number)
             ranks[path] = max(rank, ranks.get(path, rank))
     best = max(ranks.values(), default=None)
     return [path for path, rank in ranks.items() if rank == best]
@@ -357,7 +272,7 @@ class _Leaf:
 
     path: str
     value: Any  # unresolved
-    # If it is in a list, the labels by which the item describes itself.
+    # The labels of the list's item that contains it, such as the value of ``name``.
     labels: tuple[str, ...] = ()
 
     @property
@@ -370,38 +285,38 @@ class _Leaf:
         return _PART_OF_BATCH.sub(r"\1_batch_", key).rstrip("_")
 
     def is_for(self, purpose: re.Pattern[str]) -> bool:
-        """Return whether a part of the path, or a label, has a word of this purpose. A part with
-        ``train`` in it always belongs to training."""
+        """Return whether a part of the path, or a label, has a word of this purpose. A part that
+        contains ``train`` always belongs to training."""
         for part in (*self.path.split("."), *self.labels):
             words = [word.lower() for word in _WORD.findall(part)]
-            is_of_training = any(map(_OF_TRAINING.fullmatch, words))
+            is_of_training = any(_OF_TRAINING.fullmatch(word) for word in words)
             if is_of_training and purpose is not _OF_TRAINING:
                 continue
-            if any(map(purpose.fullmatch, words)):
+            if any(purpose.fullmatch(word) for word in words):
                 return True
         return False
 
 
-def _without_others(leaves: list[_Leaf], groups: tuple[tuple[str, ...], ...]) -> list[_Leaf]:
-    """Remove the keys that mean something else because a key with a better name exists."""
-    first, *others = groups
-    of_devices = {leaf.parent for leaf in leaves if leaf.name in first}
-    kept = [leaf for leaf in leaves if leaf.name in first or leaf.parent not in of_devices]
+def _drop_less_precise(leaves: list[_Leaf], groups: tuple[tuple[str, ...], ...]) -> list[_Leaf]:
+    """Remove the keys that mean something else because a key with a more precise name exists."""
+    most_precise, *others = groups
+    parents = {leaf.parent for leaf in leaves if leaf.name in most_precise}
+    kept = [leaf for leaf in leaves if leaf.name in most_precise or leaf.parent not in parents]
     if len(others) < 2:
         return kept
     certain = [leaf for leaf in kept if leaf.name not in others[-1]]
     return certain or kept
 
 
-def _end_of_references(path: str, values: Mapping[str, Any]) -> str:
-    """Return the key that a key refers to, perhaps through others; the key itself if it refers to
-    none. Keys of evaluation are not followed."""
+def _follow_references(path: str, values: Mapping[str, Any]) -> str:
+    """Return the key at the end of a chain of references, or ``path`` if its value is not a
+    reference. References to keys of evaluation are not followed."""
     seen = [path]
     while True:
         reference = _REFERENCE.fullmatch(str(values.get(seen[-1])))
         if reference is None:
             return seen[-1]
-        following = _from_the_root(reference[1], seen[-1])
+        following = _make_absolute(reference[1], seen[-1])
         if following in seen or _Leaf(following, None).is_for(_OF_EVALUATION):
             return seen[-1]
         seen.append(following)
@@ -413,7 +328,7 @@ def _is_integer(cfg: DictConfig, path: str) -> bool:
     return False
 
 
-def _from_the_root(reference: str, path: str) -> str:
+def _make_absolute(reference: str, path: str) -> str:
     """Return the absolute key for a reference at ``path``, which may start with dots."""
     name = reference.lstrip(".")
     levels = len(reference) - len(name)
@@ -428,11 +343,13 @@ def _leaves(content: Any, path: str, labels: tuple[str, ...] = ()) -> Iterator[_
     if isinstance(content, list):
         for number, item in enumerate(content):
             entries = item if isinstance(item, dict) else {}
-            said = [entries[key] for key in _LABELS if isinstance(entries.get(key), str)]
-            yield from _leaves(item, f"{path}[{number}]", (*labels, *said))
+            own_labels = [entries[key] for key in _LABELS if isinstance(entries.get(key), str)]
+            yield from _leaves(item, f"{path}[{number}]", (*labels, *own_labels))
     elif isinstance(content, dict):
         for key, value in content.items():
-            if path or key != "hydra":
-                yield from _leaves(value, f"{path}.{key}" if path else f"{key}", labels)
+            if path:
+                yield from _leaves(value, f"{path}.{key}", labels)
+            elif key != "hydra":
+                yield from _leaves(value, str(key), labels)
     else:
         yield _Leaf(path, content, labels)

@@ -1,9 +1,9 @@
-"""The kernel's keys: name, type and default, accepted values and meaning.
+"""Declares the kernel's keys: name, type and default, accepted values and meaning.
 
-A key is declared here, or in the ``model.py`` of its feature. ``configs/*.yaml`` and the tables of
-``docs/configuration.md`` are written from both (``just keys``), and Hydra checks types by them. The
-launcher and attempts read a :class:`RobustConfig`, which :func:`robust_train.config.checks.checked`
-creates once.
+A key is declared here, or in the ``model.py`` of its feature. ``just keys`` writes the comments in
+``configs/*.yaml`` and the tables of ``docs/configuration.md`` from these declarations, and Hydra
+checks types by them. The launcher and attempts read the values from a :class:`RobustConfig`, which
+:func:`robust_train.config.checks.checked` creates once.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ WORKERS = "training.num_workers"
 CHECKPOINTING = "training.gradient_checkpointing"
 
 UNREAD_IN_PROJECTS = ("seed", "training.prefetch_factor", "training.epochs", "training.lr")
-"""Keys for trainers that get this package's config. A Hydra project's code sees only its own."""
+"""Keys that only a trainer with this package's config can read. A Hydra project's code sees only
+the project's own config."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class TrainingConfig:
     lr: float = key(1e-3, "learning rate", range=POSITIVE, follows="model.lr")
     gradient_checkpointing: bool | None = key(
         None,
-        "less memory for more time; `auto`: where the smallest micro-batch does not fit",
+        "less memory for more time; `auto`: if the smallest micro-batch does not fit",
         more="`false`: never ([recovery](recovery.md#gradient-checkpointing))",
         choices=(AUTO, True, False),
         written=AUTO,
@@ -90,11 +91,11 @@ class TrainingConfig:
         written=AUTO,
     )
     checkpoint_every_steps: int | None = key(
-        None, "besides the minutes: at most this many steps are lost", range=FROM_0
+        None, "in addition to the minutes: at most this many steps are lost", range=FROM_0
     )
     keep_checkpoints: int = key(2, "number of checkpoints kept", range=FROM_1)
     log_every_steps: int = key(
-        50, "steps between progress lines where no live status shows them", range=FROM_1
+        50, "steps between progress lines if no live status is shown", range=FROM_1
     )
 
 
@@ -122,7 +123,8 @@ class NotifyConfig:
     )
     urls: tuple[str, ...] = key(
         (),
-        "[Apprise](https://github.com/caronc/apprise)'s URLs, besides `$ROBUST_TRAIN_NOTIFY_URLS`",
+        "URLs of [Apprise](https://github.com/caronc/apprise), in addition to "
+        "`$ROBUST_TRAIN_NOTIFY_URLS`",
         accepts="string or list",
         written=None,
         read=words,
@@ -155,18 +157,18 @@ class TrainerConfig:
         read=program_words,
     )
     resume_argv: tuple[str, ...] = key(
-        (), "appended where there is a checkpoint", accepts="list", written=[], read=words_of_list
+        (), "appended if there is a checkpoint", accepts="list", written=[], read=words_of_list
     )
     checkpoint_glob: str | None = key(None, "pattern of the script's own checkpoints")
     cwd: str | None = key(None, "the script's working directory; `null`: the command's")
     stop_signal: str = key(
         "TERM",
-        "asks the script to stop; at the end of `stop_grace_seconds` it is killed",
+        "signal that asks the script to stop; after `stop_grace_seconds` the script is killed",
         choices=("TERM", "INT", "USR1"),
     )
     scale_learning_rate: str | None = key(
         None,
-        "scale {learning_rate} with the effective batch, where that cannot be kept",
+        "how {learning_rate} follows an effective batch that cannot be kept",
         choices=("linear", "sqrt"),
     )
 
@@ -221,15 +223,17 @@ class RobustConfig(PlainConfig):
     )
     min_gpu_memory_mb: int = key(
         4000,
-        "memory that must be free on each GPU before it is taken; `auto`: as measured",
+        "memory that must be free on each GPU before it is taken; `auto`: the measured need",
         more="([queue](queue.md#memory-as-measured))",
         accepts="integer or `auto`",
         unit="MiB",
         range=FROM_0,
         read=integer_or_auto,
     )
-    wait_for_gpu: bool = key(True, "wait until that much is free")
-    gpu_wait_timeout_minutes: float = key(60.0, "longest wait", unit="minutes", range=FROM_0)
+    wait_for_gpu: bool = key(True, "wait until a GPU has this much free memory")
+    gpu_wait_timeout_minutes: float = key(
+        60.0, "longest wait for a GPU", unit="minutes", range=FROM_0
+    )
     gpu_check_interval_seconds: float = key(
         30.0, "longest time between two polls while waiting", unit="seconds", range=POSITIVE
     )
@@ -242,7 +246,8 @@ class RobustConfig(PlainConfig):
     )
     gpu_jobs_per_device: int = key(
         1,
-        "maximum number of jobs per GPU that this job accepts, including itself; `auto`: as fit",
+        "maximum number of jobs per GPU that this job accepts, including itself; `auto`: as many "
+        "as fit",
         more="([sweeps](sweeps.md#share-gpus))",
         accepts="integer or `auto`",
         range=FROM_1,
@@ -254,11 +259,11 @@ class RobustConfig(PlainConfig):
         more="([queue](queue.md#who-goes-first))",
         choices=("auto", "low", "normal", "high"),
     )
-    allow_cpu_fallback: bool = key(True, "train on the CPU when no GPU will do")
+    allow_cpu_fallback: bool = key(True, "train on the CPU if no GPU is suitable")
     job_name: str | None = key(
         None,
         "name of the job; `null`: `<model>_<dataset>`, or the function or script",
-        more="In queue, tables and the name of the run folder",
+        more="Shown in the queue, in tables and in the name of the run folder",
     )
 
     min_batch_size: int = key(
@@ -267,22 +272,23 @@ class RobustConfig(PlainConfig):
     max_retries: int | None = key(
         None,
         "smaller micro-batches tried on one device before the next device; `auto`: 3",
-        more="`auto` also tries the sizes that are left before the CPU, or the end. Also retries "
-        "of the same thing; a later checkpoint renews both ([recovery](recovery.md))",
+        more="`auto` also tries the remaining sizes before the CPU is used or the job ends. This "
+        "also limits retries without a change. A later checkpoint renews both limits "
+        "([recovery](recovery.md))",
         range=FROM_0,
         read=integer_or_auto,
         written=AUTO,
     )
     preserve_effective_batch_size: bool | None = key(
         None,
-        "accumulation grows as the micro-batch shrinks; `true`: stop where that is impossible",
-        more="`auto`: continue with another effective batch then, and say so; `false`: never grow",
+        "accumulation grows as the micro-batch shrinks; `true`: stop if that is impossible",
+        more="`auto`: continue with another effective batch, with a warning; `false`: never grow",
         choices=(AUTO, True, False),
         written=AUTO,
     )
     isolation: str = key(
         "process",
-        "`process`: attempts are children; `none`: in this process, for debuggers",
+        "`process`: attempts are child processes; `none`: they run in this process, for debuggers",
         choices=("process", "none"),
     )
     stop_grace_seconds: float = key(
@@ -299,7 +305,7 @@ class RobustConfig(PlainConfig):
     max_launches: int = key(
         3,
         "launches in a row without a new checkpoint; `0`: any number",
-        more="The next is refused with exit code 76 "
+        more="The next launch is refused with exit code 76 "
         "([recovery](recovery.md#launches-without-progress))",
         range=FROM_0,
     )
@@ -321,53 +327,58 @@ class RobustConfig(PlainConfig):
     objective: str | None = key(
         None,
         "the figure of a dictionary of results that a sweep optimises; `null`: `optimized_metric`",
-        more="`optimized_metric` is a key of the project's own, if it has one",
+        more="`optimized_metric` may be a key of the project's config",
     )
 
     # These fields are not keys, but results of the checks. With `training.batch_size=auto`,
     # batch_size is the largest size to try.
     finds_batch_size: bool = False
-    # `min_gpu_memory_mb=auto`: the default stands until a feature knows better.
+    # `min_gpu_memory_mb=auto`: the default applies until a feature has measured the job.
     measures_memory: bool = False
     # `gpu_jobs_per_device=auto`: it is 1 until a feature has measured the job.
     packs_gpus: bool = False
-    # A project's keys that stand for this package's keys; None if the keys are at the root.
+    # The project's key for each of our keys that refers to one; None if our keys are at the root.
     theirs: dict[str, str] | None = None
-    # The keys of features that do not all have their defaults.
-    of_features: tuple[Any, ...] = ()  # FeatureKeys, which OmegaConf does not take as a type
+    # The values (FeatureKeys) of each feature whose keys do not all have their defaults. OmegaConf
+    # does not accept that type here.
+    of_features: tuple[Any, ...] = ()
 
     def of(self, keys: type[K]) -> K:
-        """Return the keys that a feature declares."""
-        given = (group_keys for group_keys in self.of_features if isinstance(group_keys, keys))
-        return next(given, keys())
+        """Return the values of a feature's keys."""
+        for feature_keys in self.of_features:
+            if isinstance(feature_keys, keys):
+                return feature_keys
+        return keys()
 
     def chosen(self, name: str) -> Any:
-        """Return the user's choice for a key that a feature declares.
+        """Return the user's value for a key that a feature declares.
 
-        Rooms below and above the features use it, because they cannot name the class. None if the
-        key has its default, or if it does not exist: the feature may have been deleted.
+        The kernel uses it, because it must not import the feature's class. Returns None if the
+        feature's keys have their defaults, or if the feature was deleted.
         """
-        having = (group_keys for group_keys in self.of_features if hasattr(group_keys, name))
-        return getattr(next(having, None), name, None)
+        for feature_keys in self.of_features:
+            if hasattr(feature_keys, name):
+                return getattr(feature_keys, name)
+        return None
 
     def without(self, name: str) -> RobustConfig:
-        """Return the config with the defaults of the feature that declares a key."""
+        """Return the config with the defaults of the feature that declares the key ``name``."""
         others = tuple(keys for keys in self.of_features if not hasattr(keys, name))
         return replace(self, of_features=others)
 
     def having(self, keys: FeatureKeys) -> RobustConfig:
         """Return the config with these values of a feature's keys."""
         kind = type(keys)
-        others = tuple(
-            group_keys for group_keys in self.of_features if type(group_keys) is not kind
-        )
-        is_default = keys == kind()
-        return replace(self, of_features=others if is_default else (*others, keys))
+        values = [others for others in self.of_features if type(others) is not kind]
+        has_defaults = keys == kind()
+        if not has_defaults:
+            values.append(keys)
+        return replace(self, of_features=tuple(values))
 
     @property
     def traits(self) -> Traits:
-        """The abilities of the trainer. A project's function gets its batch through the project's
-        keys."""
+        """The abilities of the trainer. A project's function can only be given a batch that is one
+        of the project's keys."""
         if self.trainer.argv is not None:
             return PROGRAM
         if self.theirs is None:
@@ -378,43 +389,47 @@ class RobustConfig(PlainConfig):
 
     @property
     def may_checkpoint_gradients(self) -> bool:
-        """Whether gradient checkpointing is a remedy. In a project, it is one only if our key
-        refers to a key of the project, which an attempt can set."""
+        """Whether gradient checkpointing is a remedy. In a project, our key must refer to a key of
+        the project, which an attempt can set."""
         if self.theirs is None or self.traits.is_program:
             return self.training.gradient_checkpointing is not False
         return CHECKPOINTING in self.theirs
 
     def urgency(self, *, in_sweep: bool) -> int:
         """Return how urgent the job is among its user's jobs: 0 low, 1 normal, 2 high."""
-        named = {"low": 0, "normal": 1, "high": 2}
-        return named.get(self.queue_priority, 0 if in_sweep else 1)
+        urgencies = {"low": 0, "normal": 1, "high": 2}
+        automatic = 0 if in_sweep else 1
+        return urgencies.get(self.queue_priority, automatic)
 
     @property
     def retries(self) -> int:
-        """How many smaller sizes are tried on a device before the next, and how often the same
-        size."""
+        """Number of smaller micro-batches to try on one device, and of retries without a change."""
         return 3 if self.max_retries is None else self.max_retries
 
     @property
     def target(self) -> str | None:
-        """The dotted path of the trainer, None if the config names none."""
+        """The dotted path of the trainer, or None if the config has none."""
         return self.trainer._target_
 
     @property
     def is_built_in(self) -> bool:
-        """Whether the trainer is a built-in trainer."""
+        """Whether the trainer is part of this package."""
         return (self.target or "").startswith("robust_train.vision.")
 
     @property
     def data_folder(self) -> str | None:
-        """Where the built-in trainer expects existing data, or None if it needs none."""
+        """The folder in which the built-in trainer needs existing data, or None."""
         data = self.dataset
-        is_local = not data.download and data.name != "digits"
-        return data.root if self.is_built_in and (is_local or data.name == "image_folder") else None
+        if not self.is_built_in:
+            return None
+        # The digits come with scikit-learn, and a user's own images are never downloaded.
+        is_local = data.name == "image_folder" or (not data.download and data.name != "digits")
+        return data.root if is_local else None
 
     @property
     def picks_gpu(self) -> bool:
-        """Whether the GPU is chosen by free memory: ``device`` names no GPU, or several."""
+        """Whether the launcher chooses the GPU by free memory, because ``device`` names no GPU, or
+        several."""
         if self.names_several:
             return True
         if self.auto_device is None:
@@ -423,7 +438,7 @@ class RobustConfig(PlainConfig):
 
     @property
     def needs_gpu(self) -> bool:
-        """Whether ``device`` asks for a GPU, so that a machine without a GPU cannot run the job."""
+        """Whether ``device`` requires a GPU, so that a machine without a GPU cannot run the job."""
         names_one = not self.picks_gpu and self.device not in (AUTO, "cpu")
         return names_one or self.names_several or self.device == "cuda"
 
@@ -446,5 +461,5 @@ class RobustConfig(PlainConfig):
 
     @property
     def min_gpu_memory_bytes(self) -> int:
-        """Free memory that a GPU needs to be taken."""
+        """Memory that must be free on a GPU before it is taken."""
         return self.min_gpu_memory_mb * MIB

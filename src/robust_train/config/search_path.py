@@ -1,8 +1,8 @@
-"""Limits this package's configs to programs that ask for them: Hydra asks the plugin in every
-program.
+"""Puts this package's configs on Hydra's search path, but only in programs that ask for them.
 
-Commands name the configs before Hydra composes. A project may name ``pkg://robust_train.configs``
-in its ``hydra.searchpath`` instead.
+Hydra loads our search path plugin in every program on the machine. So the plugin only adds the
+paths that a command has asked for by `asking_for`. A project may instead name
+``pkg://robust_train.configs`` in its ``hydra.searchpath``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ asked_for: list[str] = []
 
 @contextlib.contextmanager
 def asking_for(*paths: str) -> Iterator[None]:
-    """Let Hydra find these configs of this package, after the program's own, within the block."""
+    """Let Hydra find these configs of this package within the block. The program's own configs
+    take precedence."""
     before = asked_for[:]
     asked_for[:] = paths
     try:

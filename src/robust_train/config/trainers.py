@@ -1,7 +1,8 @@
-"""Trainers by name or by value: how another process finds one, how jobs are called, what they
-require.
+"""Refers to a trainer so that another process can import it, and names jobs after their trainers.
 
-The launcher creates a :class:`TrainerRef`, and the attempt's process imports the trainer by it.
+The launcher creates a :class:`TrainerRef` from the callable or dotted path that it was given. The
+attempt's process imports the trainer by that reference, or unpickles it if it was defined in a
+notebook, for example.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ if TYPE_CHECKING:
     from robust_train.config.schema import RobustConfig
 
 MAIN_MODULE = "__mp_main__"
-"""The name of a script while another process imports it, so that its guard holds:
-:mod:`multiprocessing` uses the same name, and its processes look there for objects that an attempt
-sends."""
+"""The name of a script's module while an attempt imports it, so that its ``__main__`` guard does
+not run. :mod:`multiprocessing` uses the same name, and so finds the objects that an attempt sends.
+"""
 
 PROGRAM_FILE = re.compile(r"\w\.(?:py|sh|bash|pl|R|r|jl|rb|js|lua|m)$")
 
 
 @dataclass(frozen=True)
 class MainModule:
-    """The script that this process runs, for another process to find it."""
+    """The script that this process runs, so that another process can import it."""
 
     file: str
     name: str = ""  # the module's name, if it runs as ``python -m package.module``
@@ -57,7 +58,8 @@ class MainModule:
 
 @dataclass(frozen=True)
 class TrainerRef:
-    """A trainer by name, or by value if its name leads nowhere, as in a notebook."""
+    """A reference to a trainer: by its name, or by its pickled value if it has no name that another
+    process can import, for example in a notebook."""
 
     path: str  # dotted path of the callable, `package.module.function`
     # The script that defines the callable, if it was defined in `__main__`.
@@ -69,11 +71,11 @@ class TrainerRef:
     def of(cls, trainer: str | Callable[..., Any], *, inline: bool = False) -> TrainerRef:
         """Return the reference for a dotted path or a callable. Nothing is imported.
 
-        With ``inline`` it runs in this process, so no other process has to find it.
+        With ``inline``, the trainer runs in this process, so no reference is needed.
 
         Raises:
-            ConfigError: the module certainly does not exist, or the callable can neither be found
-                by name nor pickled.
+            ConfigError: the module does not exist, or the callable can neither be found by name nor
+                pickled.
         """
         if isinstance(trainer, str):
             ref = cls(trainer)
@@ -82,18 +84,19 @@ class TrainerRef:
             return ref
         if inline:
             return cls("inline.trainer")
-        module, name = (str(getattr(trainer, key, "")) for key in ("__module__", "__qualname__"))
+        module = str(getattr(trainer, "__module__", ""))
+        name = str(getattr(trainer, "__qualname__", ""))
         main = MainModule.of_this_process()
         if _is_found(trainer, module, name):
             if module not in ("__main__", MAIN_MODULE):
                 return cls(f"{module}.{name}")
             if name.isidentifier() and main and _defines(main, trainer):
                 return cls(f"{MAIN_MODULE}.{name}", main)
-        return cls(f"__main__.{name or type(trainer).__name__}", main, pickled=_by_value(trainer))
+        return cls(f"__main__.{name or type(trainer).__name__}", main, pickled=_pickle(trainer))
 
     @property
     def is_ours(self) -> bool:
-        """Whether the trainer is a part of robust-train, and so a library."""
+        """Whether the trainer is part of robust-train."""
         return self.path.startswith("robust_train.")
 
     def parts(self) -> list[str]:
@@ -114,14 +117,19 @@ class TrainerRef:
     def no_module(self) -> ConfigError:
         """Return the refusal of a path that leads to no module."""
         return self.refused(
-            f"no module {self.path.partition('.')[0]!r} on the Python path; start the command from "
+            f"no module {self.path.partition('.')[0]!r} on the Python path; start the command in "
             "its folder or set PYTHONPATH"
         )
 
 
 class LaunchReached(BaseException):
-    """A script without a guard reached its own call of ``launch``: everything that the trainer uses
-    exists. It derives from BaseException, so the script's ``except Exception`` does not swallow it.
+    """Raised when an attempt imports a script without a ``__main__`` guard and reaches its call of
+    ``launch``. Everything that the trainer uses exists by then, so the import ends there.
+
+    It derives from BaseException, so that the script's ``except Exception`` does not catch it.
+
+    Attributes:
+        trainer: the trainer's dotted path.
     """
 
     def __init__(self, trainer: str) -> None:
@@ -129,19 +137,23 @@ class LaunchReached(BaseException):
             "launch() is called wherever the script is imported, also by processes that it starts; "
             'put the call under: if __name__ == "__main__":'
         )
-        self.trainer = trainer  # the trainer's dotted path
+        self.trainer = trainer
 
 
 def end_import_at_launch(trainer: Trainer | None) -> None:
-    """End the import of a script without a guard when it calls ``launch``: in its attempt, and in
-    processes that :mod:`multiprocessing` starts."""
+    """End the import of a script without a ``__main__`` guard when it calls ``launch``. Attempts
+    and processes that :mod:`multiprocessing` starts import the script.
+
+    Raises:
+        LaunchReached: this process is importing the script.
+    """
     if is_importing_main():
         raise LaunchReached("" if trainer is None else name_of(trainer))
 
 
 def _is_found(trainer: object, module: str, name: str) -> bool:
-    """Return whether its name leads to it, unlike the name of an object's method or a decorated
-    copy."""
+    """Return whether the trainer's name refers to the trainer. The name of a bound method or of a
+    decorated copy does not."""
     try:
         return bool(attrgetter(name)(sys.modules[module]) == trainer)
     except (KeyError, AttributeError):
@@ -152,13 +164,14 @@ def _is_module(name: str) -> bool:
     """Return whether a top-level module with this name exists, without importing it."""
     try:
         return name in sys.modules or importlib.util.find_spec(name) is not None
-    # The module was put there by hand.
     except (ImportError, ValueError, AttributeError):
+        # A module that a program put into sys.modules by hand may have no spec.
         return PathFinder.find_spec(name) is not None
 
 
 def _defines(main: MainModule, trainer: Callable[..., Any]) -> bool:
-    """Return whether the script defines the trainer: with ``python -i`` the prompt may do so."""
+    """Return whether the script's file defines the trainer. With ``python -i``, it may have been
+    defined at the prompt."""
     try:
         source = inspect.getfile(inspect.unwrap(trainer))
     except TypeError:
@@ -166,7 +179,7 @@ def _defines(main: MainModule, trainer: Callable[..., Any]) -> bool:
     return os.path.realpath(source) == os.path.realpath(main.file)
 
 
-def _by_value(trainer: Callable[..., Any]) -> bytes:
+def _pickle(trainer: Callable[..., Any]) -> bytes:
     import cloudpickle
 
     try:
@@ -183,11 +196,13 @@ Trainer = str | Callable[..., Any]
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """Return a callable's signature: its own, even if :func:`functools.wraps` names another
-    function, unless it passes on all arguments. Then it is the signature of the wrapped function.
+    """Return the signature with which a callable can really be called.
+
+    `inspect.signature` would return the signature of the function that :func:`functools.wraps`
+    names. It is returned here only if the wrapper passes all arguments on (``*args``).
 
     Raises:
-        TypeError, ValueError: it has no signature, like some callables in C.
+        TypeError, ValueError: the callable has no signature, like some callables in C.
     """
     signature = own_signature(function)
     kinds = {parameter.kind for parameter in signature.parameters.values()}
@@ -201,19 +216,22 @@ VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def own_signature(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the arguments with which a callable itself can be called. Raises like
-    :func:`signature_of`."""
-    bare = _without_copied(function)
+    """Return the signature of a callable itself, not of the function that it wraps.
+
+    Raises:
+        TypeError, ValueError: like :func:`signature_of`.
+    """
+    bare = _drop_copied_signature(function)
     return signature_as_written(bare, follow_wrapped=False)
 
 
-def _without_copied(function: Callable[..., Any]) -> Callable[..., Any]:
+def _drop_copied_signature(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a callable without a ``__signature__`` that ``functools.wraps`` copied."""
     if isinstance(function, partial):
-        inner = _without_copied(function.func)
+        inner = _drop_copied_signature(function.func)
         return partial(inner, *function.args, **function.keywords)
     if isinstance(function, MethodType):
-        return MethodType(_without_copied(function.__func__), function.__self__)
+        return MethodType(_drop_copied_signature(function.__func__), function.__self__)
     copied = getattr(function, "__signature__", None)
     wrapped = getattr(function, "__wrapped__", None)
     if copied is not getattr(wrapped, "__signature__", None):
@@ -228,8 +246,8 @@ def _without_copied(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrapped_by(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Return the callable that a callable wraps, bound to the same object and arguments, or None if
-    it wraps none."""
+    """Return the callable that a callable wraps, bound to the same object and arguments, or
+    None."""
     if isinstance(function, partial):
         inner = _wrapped_by(function.func)
         if inner is None:
@@ -249,7 +267,7 @@ def target_of(config: RobustConfig) -> str:
     """Return the dotted path of the trainer in the config.
 
     Raises:
-        ConfigError: the config names none.
+        ConfigError: the config names no trainer.
     """
     if config.target is None:
         raise ConfigError(
@@ -263,19 +281,22 @@ def name_of(trainer: Trainer) -> str:
     """Return a trainer's dotted path, or a callable's module and qualified name."""
     if isinstance(trainer, str):
         return trainer
-    module, name = (getattr(trainer, key, "") for key in ("__module__", "__qualname__"))
+    module = getattr(trainer, "__module__", "")
+    name = getattr(trainer, "__qualname__", "")
     if module == MAIN_MODULE or not name:
         module = "__main__"
     return f"{module}.{name or type(trainer).__name__}"
 
 
 def job_name_of(config: RobustConfig, trainer: Trainer) -> str:
-    """Return the job's name in queue, tables and run folder."""
+    """Return the job's name in the queue, in tables and in its run folder's name."""
     target = name_of(trainer)
     if target.startswith("__main__."):
-        # It is None in a notebook.
+        target = target.removeprefix("__main__.")
+        # A notebook has no file.
         script = getattr(sys.modules["__main__"], "__file__", None)
-        target = target.replace("__main__.", f"{Path(script).stem}." if script else "", 1)
+        if script:
+            target = f"{Path(script).stem}.{target}"
     return job_name(
         config.job_name, config.model.name, config.dataset.name, target, config.trainer.argv
     )
@@ -285,27 +306,39 @@ def job_name(
     chosen: object,
     model: object = None,
     dataset: object = None,
-    target: str | None = None,  # the trainer's dotted path
-    argv: Sequence[str] | None = None,  # a script's program
+    target: str | None = None,
+    argv: Sequence[str] | None = None,
 ) -> str:
-    """Return ``job_name``, else ``lora_flowers102``, else ``training.train`` of the trainer's path,
-    or the script, empty if nothing names it."""
-    is_own = target is not None and not target.startswith("robust_train.vision.")
-    # These are our defaults, which the config of a user's trainer has as well.
-    both = () if is_own and (model, dataset) == ("cnn", "digits") else (model, dataset)
-    name = chosen
-    if not name:
-        name = "_".join(
-            str(name_of_part) for name_of_part in both if name_of_part not in (None, "", "none")
-        )
+    """Return a name for a job: the first of these that is known.
+
+    1. The user's ``job_name``.
+    2. Model and dataset, such as ``lora_flowers102``.
+    3. The script, such as ``train_clip``.
+    4. The end of the trainer's path, such as ``training.train``.
+
+    Args:
+        chosen: ``job_name``.
+        model: the model's name.
+        dataset: the dataset's name.
+        target: the trainer's dotted path.
+        argv: a script's program and arguments.
+    """
+    if chosen:
+        return str(chosen)
+    is_built_in = target is None or target.startswith("robust_train.vision.")
+    # Our defaults are also in the config of a user's own trainer, where they mean nothing.
+    if is_built_in or (model, dataset) != ("cnn", "digits"):
+        parts = [str(part) for part in (model, dataset) if part not in (None, "", "none")]
+        if parts:
+            return "_".join(parts)
+    if argv:
+        return name_of_program(argv)
     path = [part for part in (target or "").split(".") if part != "<locals>"]
-    if not name:
-        name = name_of_program(argv) if argv else ".".join(path[-2:])
-    return str(name)
+    return ".".join(path[-2:])
 
 
 def name_of_program(program: Sequence[str]) -> str:
-    """Return the program's everyday name: ``train_clip`` for ``python src/train_clip.py --lr
+    """Return a short name for a program, such as ``train_clip`` for ``python src/train_clip.py --lr
     1``."""
     for word in program:
         name = Path(word).name
@@ -324,6 +357,7 @@ def folder_name(*about: Any) -> str:
     return name.encode()[:200].decode(errors="ignore")
 
 
+# Packages on PyPI whose name differs from that of their module.
 _DISTRIBUTIONS = {"sklearn": "scikit-learn", "PIL": "pillow"}
 
 
@@ -332,7 +366,7 @@ def require(module: str, key: str, *, extra: str = "vision") -> Any:
     ``extra`` of this package that installs it.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: ``module`` is not installed.
     """
     try:
         return importlib.import_module(module)

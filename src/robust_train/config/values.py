@@ -1,5 +1,7 @@
-"""The values that a key accepts, and how they are read. Pure, and independent of the keys'
-names."""
+"""How a key is declared, and the functions that read its value: types, ranges, choices and errors.
+
+``config/schema.py`` and the features' ``model.py`` declare their keys with it. Pure.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ URLS_VARIABLE = "ROBUST_TRAIN_NOTIFY_URLS"
 """The variable with the URLs of ``notify.urls``, which may contain passwords."""
 
 SET_FOR_HYDRA_VARIABLE = "ROBUST_TRAIN_SET_FOR_HYDRA"
-"""The variable that lists the variables that a command set for its own Hydra. Attempts do not get
-them: a program that uses Hydra itself finds its environment as it is without this package."""
+"""The variable that lists the variables that a command set for its own Hydra. They are removed from
+the environment of attempts, whose program may use Hydra itself."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,11 @@ class Declaration:
     choices: tuple[object, ...] = ()
     # The default as it is written, if the typed value differs: `auto` is None in the code.
     written: object = ...
-    follows: str = ""  # the key whose value is its default
-    # Values of several types, in words. `read` turns them into one type.
+    follows: str = ""  # another key, whose value is the default
+    # The accepted types in words, if there are several. `read` converts them to one type.
     accepts: str = ""
     read: Callable[[str, Any], Any] | None = None
-    section: str = ""  # the section of the page that starts with it
+    section: str = ""  # the section of the page that starts with this key
     is_secret: bool = False
 
     @property
@@ -78,19 +80,18 @@ class Declaration:
         if given is None:
             return None
         if self.choices and given not in self.choices:
-            names = ", ".join(
-                choice if isinstance(choice, str) else str(choice).lower()
-                for choice in self.choices
-            )
-            raise ConfigError(f"{name}={given}: must be one of {names}")
+            # YAML writes True as true.
+            names = [c if isinstance(c, str) else str(c).lower() for c in self.choices]
+            raise ConfigError(f"{name}={given}: must be one of {', '.join(names)}")
         if self.range is None:
             return given
         try:
-            number = float(str(given))  # neither a boolean nor a list
+            # By its text, because float() would accept a boolean.
+            number = float(str(given))
         except ValueError:
             auto = f" or {AUTO}" if self.written == AUTO else ""
             raise ConfigError(f"{name}={given}: must be a number{auto}") from None
-        if not self.range.has(number):  # NaN is in no range
+        if not self.range.has(number):
             raise ConfigError(f"{name}={number:g}: must be {self.range.words}")
         return number if isinstance(given, str) else given
 
@@ -99,7 +100,7 @@ _SECRET = re.compile(r"[+~]*(robust\.)?notify(\.urls)?=")
 
 
 def is_secret(word: str) -> bool:
-    """Return whether a word of a command line may hold a URL with a password."""
+    """Return whether a word of a command line may contain a URL with a password."""
     return _SECRET.match(word) is not None
 
 
@@ -120,8 +121,9 @@ def open_group(cls: type) -> Any:
 
 
 def integer_or_auto(name: str, given: Any) -> int | None:
-    """Return an integer, None if it is ``auto``."""
-    if isinstance(given, str):  # environment variables are text
+    """Return an integer, or None for ``auto``."""
+    # The value of an environment variable is text.
+    if isinstance(given, str):
         text = given.strip().lower()
         if text == AUTO:
             return None
@@ -132,12 +134,13 @@ def integer_or_auto(name: str, given: Any) -> int | None:
 
 
 def device_name(name: str, given: Any) -> str:
-    """Return a device, or several GPUs as ``cuda:2,cuda:3``. A bare number is a GPU's."""
+    """Return a device such as ``cuda:2``, or several as ``cuda:2,cuda:3``. A number is the index of
+    a GPU."""
     devices = given if isinstance(given, (list, tuple)) else str(given).split(",")
-    named = [str(device).strip() for device in devices]
-    if not named:
+    names = [str(device).strip() for device in devices]
+    if not names:
         raise ConfigError(f"{name}=[]: names no device; leave it out for any GPU")
-    return ",".join(f"cuda:{device}" if device.isdecimal() else device for device in named)
+    return ",".join(f"cuda:{device}" if device.isdecimal() else device for device in names)
 
 
 def words(name: str, given: Any) -> tuple[str, ...]:
@@ -154,28 +157,30 @@ def words_of_list(name: str, given: Any) -> tuple[str, ...]:
     """Return the words of a list."""
     if given is not None and not isinstance(given, (list, tuple)):
         raise ConfigError(f"{name}={given}: must be a list, {name}=[one, another, …]")
-    return tuple(map(str, given or ()))
+    return tuple(str(word) for word in given or ())
 
 
 def program_words(name: str, given: Any) -> tuple[str, ...] | None:
-    """Return a program and its arguments, None if the trainer is not a script."""
+    """Return a program and its arguments, or None if the trainer is not a script."""
     return None if given is None else words_of_list(name, given)
 
 
 def text_or_none(name: str, given: Any) -> str | None:
-    """Return a value as text, None if it is something else: the key may be the user's own."""
+    """Return a name or number as text. Return None for any other value, because the key may be the
+    user's own."""
     return str(given) if isinstance(given, (str, int, float)) else None
 
 
 def truth_or_path(name: str, given: Any) -> bool | str:
-    """Return a boolean or a path. A word without a slash is refused, because it may be a typo of
-    ``true`` or ``false`` as well as a directory."""
+    """Return a boolean or a path. A word without a slash is refused, because it could be a typo of
+    ``true`` or ``false`` instead of a directory."""
     if isinstance(given, bool):
         return given
     if isinstance(given, str):
-        named = {"true": True, "false": False}
-        if given.lower() in named:  # environment variables are text
-            return named[given.lower()]
+        # The value of an environment variable is text.
+        booleans = {"true": True, "false": False}
+        if given.lower() in booleans:
+            return booleans[given.lower()]
         if "/" in given:
             return given
     raise ConfigError(f"{name}={given}: must be true, false or a path with a slash in it")
@@ -187,16 +192,17 @@ def is_not_false(name: str, given: Any) -> bool:
 
 
 def events(name: str, given: Any) -> tuple[str, ...]:
-    """Return the chosen events, all of them for null."""
+    """Return the chosen events, or all events for null."""
     return EVENTS if given is None else _words_among(EVENTS, name, given)
 
 
 def cleared_after(name: str, given: Any) -> tuple[str, ...]:
-    """Return the occasions after which memory is cleared, none of them for null."""
+    """Return the occasions after which memory is cleared. Null means no occasion."""
     return _words_among(CLEARED_AFTER, name, given)
 
 
 def _words_among(accepted: tuple[str, ...], name: str, given: Any) -> tuple[str, ...]:
+    """Return a word or the words of a list, and refuse words that are not accepted."""
     chosen = (given,) if isinstance(given, str) else words_of_list(name, given)
     for word in chosen:
         if word not in accepted:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from robust_train.failures.patterns import UNCLEAR
-from robust_train.host.memory import own_memory, process_limits, room_left
+from robust_train.host.memory import read_available_bytes, read_own_memory, read_process_limits
 from robust_train.model.attempt import Attempt
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 from robust_train.readable import GIB, memory
@@ -39,7 +39,7 @@ def no_room_to_import(module: str, error: BaseException | None) -> str | None:
         module: the module whose import failed.
         error: its exception, or None if the import ended the process.
     """
-    limits = process_limits()
+    limits = read_process_limits()
     if not limits:
         return None
     most, _, command = min(limits)
@@ -76,7 +76,7 @@ def with_shortage(attempt: Attempt, earlier: Sequence[Attempt]) -> Attempt:
     if not UNCLEAR.words.search(failure.message):
         return attempt
     peak = attempt.exit.max_resident_bytes
-    most, _, command = min(process_limits(), default=(0, "", ""))
+    most, _, command = min(read_process_limits(), default=(0, "", ""))
     if most and peak * (1 + _LITTLE) > most:
         why = f"{memory(peak)} used of {memory(most)} ({command})"
     elif any(before.kind is FailureKind.HOST_OOM for before in earlier):
@@ -95,8 +95,8 @@ def with_shortage(attempt: Attempt, earlier: Sequence[Attempt]) -> Attempt:
 def little_is_left() -> str:
     """Return the evidence that host memory is short, empty if there is none."""
     try:
-        own_status = own_memory()
-        room = room_left()
+        own_status = read_own_memory()
+        room = read_available_bytes()
     except MemoryError:
         return "no host memory left"
     except OSError as error:

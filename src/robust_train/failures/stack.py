@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from robust_train.failures.error_reports import ErrorReport
 from robust_train.failures.patterns import Match
 from robust_train.model.failure import Clue, FailureKind
-from robust_train.readable import shortened
+from robust_train.readable import shorten
 
 TRACEBACK = "Traceback (most recent call last)"
 
@@ -127,7 +127,7 @@ def where_it_stands(stacks: str) -> str:
         process = f"process {pid} " if pid else ""
         places.append(f"{ranks.get(pid, process)}{where}")
     headings = (line for line in stacks.splitlines() if _PROCESS.match(line))
-    return shortened("; ".join(places or headings), _MOST_SHOWN)
+    return shorten("; ".join(places or headings), _MOST_SHOWN)
 
 
 def _own_frame(section: str) -> str:

@@ -36,7 +36,7 @@ from robust_train.model.errors import (
     make_folder_error,
 )
 from robust_train.model.events import SCHEMA, from_json
-from robust_train.readable import shortened
+from robust_train.readable import shorten
 
 log = logging.getLogger("robust_train")
 
@@ -192,14 +192,14 @@ def _check_progress(
             log.info(
                 "the count of launches without a new checkpoint is reset, because files have "
                 "changed: %s",
-                shortened(", ".join(changed), _LONGEST_NAMES),
+                shorten(", ".join(changed), _LONGEST_NAMES),
             )
             _change(run_dir, job.id, lambda identity: replace(identity, launches=0))
             return
         last = read_summary(run_dir)
         why = ""
         if last is not None and last.reason:
-            why = f" (the last: {shortened(last.reason, 160)})"
+            why = f" (the last: {shorten(last.reason, 160)})"
         if newest is None:
             why += ", and no checkpoint was ever reported (for a script, use --checkpoint)"
         raise NoProgressError(

@@ -42,7 +42,7 @@ class Journal:
             # Each rank, and each event name of the trainer, counts as a kind of its own.
             user_name = event.event_name if isinstance(event, UserEvent) else ""
             rank = getattr(event, "rank", None) or ""
-            kind = self._spacing.known(f"{event.name} {user_name} {rank}")
+            kind = self._spacing.limit_kind(f"{event.name} {user_name} {rank}")
             self._held.pop(kind, None)
             if not self._spacing.passes(kind, len(line)):
                 self._held[kind] = line

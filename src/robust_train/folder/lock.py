@@ -23,11 +23,11 @@ import psutil
 from robust_train.files import parse_json, read_small
 from robust_train.gpu.processes import is_there, own_pid_namespace, started_at, user_name
 from robust_train.host.linux import (
+    describe_processes,
     end_processes_of,
     is_locked,
     lock,
     marked_processes,
-    named,
     processes_of,
     unlock,
 )
@@ -306,12 +306,12 @@ def _end_leftovers(run_dir: Path) -> None:
         "the launcher of an earlier job in this folder (pid %d) was killed: ending the job's "
         "remaining processes (%s), after at most %.0f s for a last checkpoint",
         holder.pid,
-        named(left),
+        describe_processes(left),
         ORPHAN_SECONDS,
     )
     left = end_processes_of(holder.job, os.geteuid(), ORPHAN_SECONDS)
     if left:
-        log.warning("%s cannot be ended: it hangs in the kernel", named(left))
+        log.warning("%s cannot be ended: it hangs in the kernel", describe_processes(left))
 
 
 def _in_use(run_dir: Path) -> str:

@@ -24,7 +24,7 @@ from robust_train.files import read_object, write_json
 from robust_train.folder.identity import read_identity
 from robust_train.folder.secrets import public_command
 from robust_train.model.errors import ConfigError
-from robust_train.readable import shortened
+from robust_train.readable import shorten
 
 FILE = "resolved.json"
 _PLAIN = (str, int, float, bool, NoneType)
@@ -123,7 +123,7 @@ def _difference(call: Call, before: Any, now: Any) -> str:
     key, name, arguments = call
     if not _may_be_written(f"{key}:{name}:{','.join(arguments)}", now):
         return key
-    shown = [shortened(str(_without_nodes(value)), _LONGEST_SHOWN) for value in (before, now)]
+    shown = [shorten(str(_without_nodes(value)), _LONGEST_SHOWN) for value in (before, now)]
     return f"{key}={shown[0]} (now {shown[1]})"
 
 

@@ -25,7 +25,7 @@ from robust_train.folder.state import STATE_FILE, RunState, read_state
 from robust_train.host.linux import marked_processes
 from robust_train.model.errors import ConfigError, NotDoneError
 from robust_train.model.events import Json
-from robust_train.readable import aligned
+from robust_train.readable import align_columns
 
 log = logging.getLogger("robust_train")
 
@@ -363,7 +363,7 @@ def _listed(runs: Sequence[KnownRun], command: str) -> str:
     for run in runs:
         name = None if run.state is None else run.state.name
         rows.append((f"robust-train {command} {run.id}", run.status, name, run.run_dir))
-    return "".join(f"\n  {line}" for line in aligned(rows, _COLUMNS)[1:])
+    return "".join(f"\n  {line}" for line in align_columns(rows, _COLUMNS)[1:])
 
 
 def _links(directory: Path) -> dict[str, Path]:

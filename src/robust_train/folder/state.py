@@ -32,7 +32,7 @@ from robust_train.model.errors import (
 from robust_train.model.events import SCHEMA, CheckpointSaved, Event, JobStarted, Json, PauseLearned
 from robust_train.model.failure import MEMORY_FAILURES
 from robust_train.model.json import as_json, from_json
-from robust_train.readable import counted, duration, shortened
+from robust_train.readable import counted, duration, shorten
 
 log = logging.getLogger("robust_train")
 
@@ -273,7 +273,7 @@ class Summary:
 
     def __repr__(self) -> str:
         what = "result" if self.reason is None else "reason"
-        end = shortened(f"{what}={getattr(self, what)!r}", 200)
+        end = shorten(f"{what}={getattr(self, what)!r}", 200)
         attempts = counted(len(self.attempts), "attempt")
         wall = "" if self.wall_seconds is None else f" in {duration(self.wall_seconds)}"
         return f"Summary({self.status}, {end}, {attempts}{wall}, run_dir={str(self.run_dir)!r})"

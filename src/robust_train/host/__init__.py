@@ -1,1 +1,4 @@
-"""This machine: processes, signals, cgroups and the terminal. Used by launcher and attempt."""
+"""Access to the machine: processes, signals, cgroups, logging and the terminal.
+
+Launchers, attempts and commands use it.
+"""

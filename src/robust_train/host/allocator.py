@@ -1,4 +1,8 @@
-"""Settings of torch's CUDA allocator in the environment, and those that robust-train adds."""
+"""The environment variable that sets up torch's CUDA allocator: the user's settings and ours.
+
+The launcher decides about expandable segments and sets the variable for each attempt, before the
+attempt imports torch. Attempts and the ``memory`` command read it.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,8 @@ import re
 from collections.abc import Mapping
 
 VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
-"""Every torch since 2.4 reads it. Torch 2.10 and later read it first, then ``PYTORCH_ALLOC_CONF``.
-The first that is set wins."""
+"""Every torch since 2.4 reads this variable. Torch 2.10 and later read ``PYTORCH_ALLOC_CONF`` if it
+is not set."""
 
 _NEWER = "PYTORCH_ALLOC_CONF"
 
@@ -18,11 +22,15 @@ def use_expandable_segments(
 ) -> bool:
     """Decide whether the allocator uses expandable segments from the start.
 
-    ``setting`` is ``memory.expandable_segments``, None if ``auto``. The user's environment
-    overrides it. Expandable segments avoid most fragmentation, but fail at the first allocation
-    under WSL2, and break CUDA graphs over NCCL's peer-to-peer transport as well as vLLM's
-    all-reduce: so ``auto`` uses them only on a single GPU, for a trainer with which that
-    ``is_safe``.
+    Expandable segments avoid most fragmentation. But they fail at the first allocation under WSL2,
+    and they break CUDA graphs over NCCL's peer-to-peer transport and vLLM's all-reduce. So
+    ``auto`` uses them only on a single GPU.
+
+    Args:
+        setting: ``memory.expandable_segments``, None if ``auto``.
+        environ: the user's environment, whose setting takes precedence.
+        is_safe: whether the trainer's libraries work with expandable segments.
+        gpus: number of GPUs of the attempt.
     """
     exported = exported_expandable_segments(environ)
     if exported is not None:
@@ -38,9 +46,9 @@ def is_wsl() -> bool:
 
 
 def allocator_settings(environ: Mapping[str, str], *, expandable_segments: bool) -> str:
-    """Return the variable's value: what the user exports under either name, then our setting. An
-    exported setting of expandable segments stays."""
-    exported = _exported(environ)
+    """Return the variable's value: the settings that the user exports under either name, then ours.
+    An exported setting of expandable segments stays."""
+    exported = _exported_settings(environ)
     if exported_expandable_segments(environ) is not None:
         return exported
     ours = f"expandable_segments:{expandable_segments}"
@@ -48,17 +56,17 @@ def allocator_settings(environ: Mapping[str, str], *, expandable_segments: bool)
 
 
 def exported_expandable_segments(environ: Mapping[str, str]) -> bool | None:
-    """Return the setting in the user's own environment, None if there is none."""
-    match = re.search(r"expandable_segments\s*:\s*(\w+)", _exported(environ))
+    """Return the user's setting in the environment, or None."""
+    match = re.search(r"expandable_segments\s*:\s*(\w+)", _exported_settings(environ))
     return None if match is None else match.group(1).lower() == "true"
 
 
 def exported_fraction(environ: Mapping[str, str]) -> float:
-    """Return the share of a GPU that the user's own environment leaves the allocator (torch 2.9 and
-    later), 1 if that sets none: how people share a GPU."""
-    match = re.search(r"per_process_memory_fraction\s*:\s*([\d.]+)", _exported(environ))
+    """Return the share of a GPU's memory that the user's environment allows the allocator, 1 if it
+    sets no limit. People who share a GPU set one (torch 2.9 and later)."""
+    match = re.search(r"per_process_memory_fraction\s*:\s*([\d.]+)", _exported_settings(environ))
     return 1.0 if match is None else float(match[1])
 
 
-def _exported(environ: Mapping[str, str]) -> str:
+def _exported_settings(environ: Mapping[str, str]) -> str:
     return environ.get(VARIABLE) or environ.get(_NEWER) or ""

@@ -1,6 +1,7 @@
-"""Detection of a process that is a rank of a job of torchrun, srun, PyTorchJob or Ray.
+"""Finds out whether this process is a rank of a job of torchrun, srun, PyTorchJob or Ray.
 
-Pure: everything is read from the environment's variables.
+``launch`` and the commands that train call `guest_rank` before they plan a job: a rank becomes a
+guest of its engine instead of an ordinary launcher. Everything is read from environment variables.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ TORCHRUN = "torchrun"
 OURS = "robust_train"
 """``TORCHELASTIC_RUN_ID`` of the ranks that robust-train itself starts."""
 
+# All tasks of a Slurm job derive the port of their rendezvous from the job's number.
 _FIRST_PORT = 15_000
 _PORTS = 10_000
 
@@ -24,26 +26,26 @@ _PORTS = 10_000
 class GuestRank:
     """This process as a rank of an engine's job."""
 
-    engine: str  # its name for people
+    engine: str  # the engine's name, as messages show it
     rank: int
     world_size: int
     local_rank: int
-    # the job's name, the same for all ranks and restarts; empty if the engine has none
+    # The job's name, the same for all ranks and restarts. Empty if the engine gives none.
     job: str
-    restarts: int  # how often the engine itself has started the ranks again
-    # what torch's `env://` and the frameworks read, where the engine does not set it
+    restarts: int  # number of times that the engine restarted the ranks
+    # Variables that torch's `env://` and the frameworks need, and that the engine does not set.
     environ: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
-        """A run folder named by the engine's job.
+        """The run folder, named after the engine's job.
 
         Raises:
-            ConfigError: the job has no name of its own.
+            ConfigError: the engine gives the job no name.
         """
         if not self.job:
             raise ConfigError(
-                "the run folder has to be the same for all ranks and restarts: give "
+                "the run folder must be the same for all ranks and restarts: give "
                 "hydra.run.dir=… (launch(run_dir=…)), or torchrun --rdzv-id=NAME"
             )
         return Path("outputs") / self.job
@@ -57,59 +59,57 @@ def guest_rank(environ: Mapping[str, str]) -> GuestRank | None:
     """
     if environ.get("TORCHELASTIC_RUN_ID") == OURS:
         return None
-    if "RANK" in environ and _number(environ, "WORLD_SIZE", "1") > 1:
-        return _of_torch(environ)
-    if _number(environ, "SLURM_STEP_NUM_TASKS", "1") > 1 and "SLURM_PROCID" in environ:
-        return _of_slurm(environ)
+    if "RANK" in environ and _read_number(environ, "WORLD_SIZE", "1") > 1:
+        return _read_torch_rank(environ)
+    if _read_number(environ, "SLURM_STEP_NUM_TASKS", "1") > 1 and "SLURM_PROCID" in environ:
+        return _read_slurm_task(environ)
     return None
 
 
-def _of_torch(environ: Mapping[str, str]) -> GuestRank:
-    """Return a rank of torchrun, or of another engine that sets the same variables."""
-    rank = _number(environ, "RANK")
-    world_size = _number(environ, "WORLD_SIZE")
+def _read_torch_rank(environ: Mapping[str, str]) -> GuestRank:
+    """Return this rank of torchrun, or of another engine that sets the same variables."""
+    rank = _read_number(environ, "RANK")
+    world_size = _read_number(environ, "WORLD_SIZE")
     if rank >= world_size:
         raise ConfigError(f"RANK={rank}: must be below WORLD_SIZE={world_size}")
-    job = ""
-    engine = "the engine that started this rank"
     run_id = environ.get("TORCHELASTIC_RUN_ID")
-    if run_id is not None:
-        engine = TORCHRUN
-    if run_id not in (None, "none"):  # torchrun's default, which every job has
-        job = "torchrun-" + re.sub(r"[^\w.-]", "_", run_id or "")
+    engine = "the engine that started this rank" if run_id is None else TORCHRUN
+    job = ""
+    # "none" is torchrun's default, which many jobs share.
+    if run_id is not None and run_id != "none":
+        job = "torchrun-" + re.sub(r"[^\w.-]", "_", run_id)
     elif "SLURM_JOB_ID" in environ:
         job = f"slurm-{environ['SLURM_JOB_ID']}"
-    restarts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    restarts_by_torchrun = _read_number(environ, "TORCHELASTIC_RESTART_COUNT", "0")
+    restarts_by_slurm = _read_number(environ, "SLURM_RESTART_COUNT", "0")
+    defaults = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    missing = {name: value for name, value in defaults.items() if name not in environ}
     return GuestRank(
         engine=engine,
         rank=rank,
         world_size=world_size,
-        local_rank=_number(environ, "LOCAL_RANK", "0"),
+        local_rank=_read_number(environ, "LOCAL_RANK", "0"),
         job=job,
-        restarts=sum(_number(environ, name, "0") for name in restarts),
-        environ={
-            name: value
-            for name, value in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
-            if name not in environ
-        },
+        restarts=restarts_by_torchrun + restarts_by_slurm,
+        environ=missing,
     )
 
 
-def _of_slurm(environ: Mapping[str, str]) -> GuestRank:
-    """Return a task of srun, which sets neither LOCAL_RANK nor MASTER_ADDR."""
+def _read_slurm_task(environ: Mapping[str, str]) -> GuestRank:
+    """Return this task of srun, which sets neither LOCAL_RANK nor MASTER_ADDR."""
     job = environ.get("SLURM_JOB_ID", "0")
-    rank = _number(environ, "SLURM_PROCID")
-    tasks = _number(environ, "SLURM_STEP_NUM_TASKS")
-    local_rank = _number(environ, "SLURM_LOCALID", "0")
+    rank = _read_number(environ, "SLURM_PROCID")
+    tasks = _read_number(environ, "SLURM_STEP_NUM_TASKS")
+    local_rank = _read_number(environ, "SLURM_LOCALID", "0")
     node = environ.get("SLURM_NODEID", "0")
     host = first_host(environ.get("SLURM_STEP_NODELIST", "127.0.0.1"))
-    # one that all tasks find from the job's number
-    port = _FIRST_PORT + int(re.sub(r"\D", "", job) or 0) % _PORTS
+    digits = re.sub(r"\D", "", job)
+    port = _FIRST_PORT + int(digits or 0) % _PORTS
     derived = {
         "RANK": str(rank),
         "WORLD_SIZE": str(tasks),
         "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(_tasks_here(environ, int(node), tasks)),
+        "LOCAL_WORLD_SIZE": str(_count_tasks_on_node(environ, int(node), tasks)),
         "GROUP_RANK": node,
         "GROUP_WORLD_SIZE": environ.get("SLURM_STEP_NUM_NODES", "1"),
         "MASTER_ADDR": environ.get("MASTER_ADDR", host),
@@ -121,21 +121,22 @@ def _of_slurm(environ: Mapping[str, str]) -> GuestRank:
         world_size=tasks,
         local_rank=local_rank,
         job=f"slurm-{job}",
-        restarts=_number(environ, "SLURM_RESTART_COUNT", "0"),
+        restarts=_read_number(environ, "SLURM_RESTART_COUNT", "0"),
         environ=derived,
     )
 
 
 def first_host(hosts: str) -> str:
-    """Return the first host of a list as Slurm writes it: ``gpu[07-09,12],login``."""
+    """Return the first host of a Slurm list: ``gpu07`` of ``gpu[07-09,12],login``."""
     match = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\](\S*?))?(?:,|$)", hosts)
     if match is None:
         return hosts
     return "".join(part for part in match.groups() if part is not None)
 
 
-def _tasks_here(environ: Mapping[str, str], node: int, tasks: int) -> int:
-    """Return how many tasks of the step this node has: ``SLURM_STEP_TASKS_PER_NODE=2(x3),1``."""
+def _count_tasks_on_node(environ: Mapping[str, str], node: int, tasks: int) -> int:
+    """Return the number of the step's tasks on this node, or ``tasks`` if Slurm does not say.
+    ``SLURM_STEP_TASKS_PER_NODE=2(x3),1`` means 2 tasks on each of nodes 0 to 2 and 1 on node 3."""
     counts: list[int] = []
     for entry in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry)
@@ -144,7 +145,7 @@ def _tasks_here(environ: Mapping[str, str], node: int, tasks: int) -> int:
     return counts[node] if node < len(counts) else tasks
 
 
-def _number(environ: Mapping[str, str], name: str, default: str = "") -> int:
+def _read_number(environ: Mapping[str, str], name: str, default: str = "") -> int:
     text = environ.get(name, default)
     if not text.isdigit():
         raise ConfigError(f"{name}={text}: accepted is a number of 0 or more")

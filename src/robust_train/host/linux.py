@@ -1,5 +1,5 @@
-"""Kernel features that ``psutil`` lacks: subreapers, the processes of a job, polling, write
-locks."""
+"""Linux features that ``psutil`` and the standard library lack: subreapers, marks by which a job's
+processes are found, and write locks. Launchers, attempts and commands use it."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from robust_train.readable import one_line
 
 log = logging.getLogger("robust_train")
 
-TICK_SECONDS = 0.5
+TICK_SECONDS = 0.5  # longest time between two looks of a waiting loop at what it waits for
 FOREVER_SECONDS = 1e6
 
-_PF_FORKNOEXEC = 0x40
+_PF_FORKNOEXEC = 0x40  # a flag of a process that still runs its parent's program
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PUNCH_HOLE_AND_KEEP_SIZE = 3
-_KILL_SECONDS = 5.0  # a process may hang in the kernel
+_KILL_SECONDS = 5.0  # longest wait for killed processes, which may hang in the kernel
 
-# struct flock: type, whence, start, length (0: to the end), pid; padded as the compiler does
+# struct flock: type, whence, start, length (0: to the end), pid, with the compiler's padding.
 _FLOCK = struct.Struct("hhqqi0q")
 
-# looked up here and not at its call, which may be between fork and exec
+# Looked up at import, because a lookup between fork and exec is not safe.
 _libc_prctl = ctypes.CDLL(None).prctl
 _libc_fallocate = ctypes.CDLL(None).fallocate
 
@@ -44,10 +44,9 @@ _libc_fallocate = ctypes.CDLL(None).fallocate
 def shared_machine_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for a process that will import torch on a machine with other jobs.
 
-    OpenMP's threads spin while they wait, on cores that other jobs want. Without spinning, each
-    parallel region costs a system call, so GNU's library (in torch's wheels) spins for a thousand
-    rounds. Other libraries know only the variable of the standard. Exported variables take
-    precedence.
+    OpenMP's threads spin while they wait, on cores that other jobs need, so they sleep instead.
+    GNU's library, which torch's wheels contain, may still spin for a thousand rounds, because each
+    sleep costs a system call. Exported variables take precedence.
     """
     if "OMP_WAIT_POLICY" in environ or "GOMP_SPINCOUNT" in environ:
         return dict(environ)
@@ -55,8 +54,8 @@ def shared_machine_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def signal_at_parents_death(signum: int) -> None:
-    """Receive ``signum`` when the thread that forked this process ends. Forks do not inherit
-    this."""
+    """Make the kernel send ``signum`` to this process when the thread that forked it ends. Forks of
+    this process do not inherit the setting."""
     _prctl(_PR_SET_PDEATHSIG, signum)
 
 
@@ -66,20 +65,21 @@ def become_subreaper(*, on: bool = True) -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    """Try it: kernels and sandboxes without it lose a safety net, not the function."""
+    """Set an attribute of this process. An error is ignored, because a kernel or sandbox that
+    refuses it only lacks a safety net."""
     _libc_prctl(option, value, 0, 0, 0)
 
 
 def release_blocks(path: Path, offset: int, length: int) -> None:
-    """Return part of a file to the disk, as zeros. A file system that cannot do so (NFS before 4.2)
-    keeps it."""
+    """Free the disk space of part of a file, which then reads as zeros. A file system that cannot
+    do so, such as NFS before 4.2, keeps the content."""
     begin = ctypes.c_long(offset)
     size = ctypes.c_long(length)
     with contextlib.suppress(OSError), path.open("r+b") as file:
         _libc_fallocate(file.fileno(), _PUNCH_HOLE_AND_KEEP_SIZE, begin, size)
 
 
-def children(*, recursive: bool = False) -> list[psutil.Process]:
+def list_children(*, recursive: bool = False) -> list[psutil.Process]:
     """Return this process's children, including zombies and the orphans of a subreaper. With
     ``recursive``, return all descendants."""
     try:
@@ -89,16 +89,18 @@ def children(*, recursive: bool = False) -> list[psutil.Process]:
 
 
 def collect(pid: int) -> bool:
-    """Collect the child ``pid`` if it has ended, and return whether it runs."""
+    """Collect the exit status of the child ``pid`` if it has ended, and return whether it still
+    runs."""
     try:
-        return os.waitpid(pid, os.WNOHANG)[0] == 0
+        collected, _ = os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:
         return False
+    return collected == 0
 
 
 def is_fork(pid: int) -> bool:
-    """Return whether a process still runs the program of the process that forked it, and so has its
-    signal handlers. False if it runs another program or has ended."""
+    """Return whether a process still runs the program of its parent, and so has the parent's signal
+    handlers. False if it runs another program or has ended."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         status = Path(f"/proc/{pid}/stat").read_bytes()
         flags = int(status.rpartition(b")")[2].split()[6])
@@ -106,56 +108,62 @@ def is_fork(pid: int) -> bool:
     return False
 
 
-def kill_descendants(
-    is_ours: Callable[[psutil.Process], bool],  # which descendants are meant
-) -> list[int]:
-    """Kill and collect this process's descendants until none is left. This process has to be a
-    subreaper: a killed process leaves its own children to it. Returns the processes that are still
-    there."""
+def kill_descendants(is_ours: Callable[[psutil.Process], bool]) -> list[int]:
+    """Kill this process's descendants for which ``is_ours`` is true, until none is left, and return
+    the ids of processes that could not be killed.
+
+    This process must be a subreaper, because the children of a killed process become its own.
+    """
     deadline = time.monotonic() + _KILL_SECONDS
     pause = 0.002
     while True:
-        left = [child.pid for child in children(recursive=True) if _is_killed(child, is_ours)]
+        ours = [child for child in list_children(recursive=True) if _is_meant(child, is_ours)]
+        left = [child.pid for child in ours if not _kill(child)]
         if not left or time.monotonic() >= deadline:
             return left
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
 
 
-def _is_killed(process: psutil.Process, is_ours: Callable[[psutil.Process], bool]) -> bool:
-    """Kill a process that is ours and collect it if it is a child, and return whether it is
-    left."""
+def _is_meant(process: psutil.Process, is_ours: Callable[[psutil.Process], bool]) -> bool:
     try:
-        if not is_ours(process):
-            return False
-        process.kill()
-        collect(process.pid)
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return is_ours(process)
     except psutil.Error:
         return False
 
 
+def _kill(process: psutil.Process) -> bool:
+    """Kill a process, collect it if it is a child, and return whether it has ended."""
+    try:
+        process.kill()
+        collect(process.pid)
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        # It has ended, or belongs to another user.
+        return True
+
+
 # --- the processes of a job ------------------------------------------------------------------
 #
-# Each has the last part of its job's id as its limit of file locks: the launcher sets it on what
-# it starts, and all that this starts inherits it. No kernel since 2.4.25 reads that limit. A
-# process leaves its session, its environment and its files behind, but not its limits; and they can
-# be read of every process, also once all that knew of it were killed.
+# The mark of a job is a number, the last part of its id. The launcher sets it as the limit of file
+# locks (RLIMIT_LOCKS) on every process that it starts, and their children inherit it. No kernel
+# since 2.4.25 uses this limit. A process may change its session, its environment and its open
+# files, but it keeps its limits, and anyone can read them after the launcher has died.
 
 _RLIMIT_LOCKS = 10
 
 
 def job_mark(job: str) -> int:
-    """Return the limit that marks the processes of the job with this id, or -1 if processes cannot
-    have it."""
+    """Return the mark of the job with this id, or -1 if the id does not end with a number."""
     with contextlib.suppress(ValueError):
         return int(job.rpartition("-")[2], 16)
     return -1
 
 
 def set_mark(pid: int, mark: int) -> None:
-    """Mark a process and all that it will start."""
-    with contextlib.suppress(OSError):  # it has ended
+    """Mark a process, and so all processes that it will start."""
+    # An OSError means that the process has ended.
+    with contextlib.suppress(OSError):
         _, most = resource.prlimit(pid, _RLIMIT_LOCKS)
         try:
             resource.prlimit(pid, _RLIMIT_LOCKS, (mark, most))
@@ -166,28 +174,32 @@ def set_mark(pid: int, mark: int) -> None:
 @functools.cache
 def _warn_of_limit(most: int) -> None:
     log.warning(
-        "ulimit -Hx is %d: should this job be killed, what it leaves behind is not known as its "
-        "own, and not ended; have the administrator allow 16777216 or more (locks in limits.conf)",
+        "ulimit -Hx is %d: if this job is killed, its remaining processes cannot be found and "
+        "ended; ask the administrator to allow 16777216 or more (locks in limits.conf)",
         most,
     )
 
 
 def marked_processes() -> dict[int, list[int]]:
-    """Return the processes of jobs, of all users, by their marks."""
+    """Return the ids of the processes of all users' jobs, by their marks."""
     marked: dict[int, list[int]] = {}
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        mark = mark_of(pid)
+    for name in os.listdir("/proc"):
+        mark = mark_of(name) if name.isdigit() else None
         if mark is not None:
-            marked.setdefault(mark, []).append(int(pid))
+            marked.setdefault(mark, []).append(int(name))
     return marked
 
 
 def processes_of(
-    job: str,  # its id
-    uid: int,  # its user: others can set the limit as well
-    marked: Callable[[], Mapping[int, Sequence[int]]] = marked_processes,
+    job: str, uid: int, marked: Callable[[], Mapping[int, Sequence[int]]] = marked_processes
 ) -> list[psutil.Process]:
-    """Return the living processes of a job, except its launcher and this process."""
+    """Return the living processes of a job, except its launcher and this process.
+
+    Args:
+        job: the job's id.
+        uid: the job's user. Processes of other users do not count, because anyone can set a mark.
+        marked: returns the marked processes, for callers that look for several jobs.
+    """
     living = []
     for pid in marked().get(job_mark(job), ()):
         with contextlib.suppress(psutil.Error):
@@ -198,8 +210,8 @@ def processes_of(
     return living
 
 
-def named(processes: Iterable[psutil.Process]) -> str:
-    """Return processes as people look for them: ``pid 17 (python), pid 18 (sleep)``."""
+def describe_processes(processes: Iterable[psutil.Process]) -> str:
+    """Return ids and names of processes: ``pid 17 (python), pid 18 (sleep)``."""
     names = []
     for process in processes:
         name = "?"
@@ -210,11 +222,11 @@ def named(processes: Iterable[psutil.Process]) -> str:
 
 
 def end_processes_of(job: str, uid: int, grace_seconds: float) -> list[psutil.Process]:
-    """End the remaining processes of a job without a launcher, and return those that cannot be
-    ended.
+    """End the remaining processes of a job without a launcher, and return the processes that could
+    not be ended.
 
-    SIGTERM goes to those that none of the others started, so that they can save a last checkpoint.
-    Then all are killed.
+    Processes that no other process of the job started receive SIGTERM, so that they can save a last
+    checkpoint. After ``grace_seconds`` all are killed.
     """
     end_marked(job_mark(job), uid, signal.SIGTERM, grace_seconds)
     return processes_of(job, uid)
@@ -231,9 +243,11 @@ def sleep_with_ticks(seconds: float, tick: Callable[[], None]) -> None:
         time.sleep(min(left, TICK_SECONDS))
 
 
-def readable(descriptors: Iterable[int], seconds: float) -> set[int]:
-    """Wait until a descriptor becomes readable, and return the readable descriptors."""
-    poll = select.poll()  # not select.select: descriptors may be above 1023
+def wait_until_readable(descriptors: Iterable[int], seconds: float) -> set[int]:
+    """Wait up to ``seconds`` until a descriptor becomes readable, and return the readable
+    descriptors."""
+    # select.select refuses descriptors above 1023.
+    poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
     return {descriptor for descriptor, _ in poll.poll(seconds * 1000)}
@@ -241,16 +255,16 @@ def readable(descriptors: Iterable[int], seconds: float) -> set[int]:
 
 # --- write locks -----------------------------------------------------------------------------
 #
-# These are open-file-description locks, on whole files unless a byte is named: one belongs to an
-# opened file, so children inherit it with the descriptor, and it is free once the last process has
-# closed that, however it ended. Unlike `flock` a write lock needs a descriptor that may write, so
-# who may only read a file cannot hold it. A read lock of a stranger would still keep us from
-# *taking* a write lock: take it before others can open the file, or keep the file private.
+# These are open-file-description locks. Such a lock belongs to an opened file: children inherit it
+# with the descriptor, and it is released when the last process that has the descriptor closes it or
+# ends. Unlike a `flock`, a write lock needs a descriptor that may write, so users who can only read
+# a file cannot hold it. But a read lock of such a user would prevent us from taking a write lock.
+# So take the lock before other users can open the file, or keep the file private.
 
 
 def lock(fd: int, start: int = 0, length: int = 0) -> bool:
-    """Take the write lock. Returns False if another opened file has a lock on it. A length of 0
-    means up to the end.
+    """Take the write lock on part of a file, and return whether that succeeded. It fails if another
+    opened file has a lock on it. A length of 0 means up to the end of the file.
 
     Raises:
         OSError: the file system has no locks.
@@ -263,7 +277,7 @@ def lock(fd: int, start: int = 0, length: int = 0) -> bool:
 
 
 def unlock(fd: int, start: int = 0, length: int = 0) -> None:
-    """Release the lock, also for the processes that have inherited the descriptor."""
+    """Release the lock, also for processes that have inherited the descriptor."""
     fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _request(fcntl.F_UNLCK, start, length))
 
 
@@ -273,8 +287,10 @@ def is_locked(fd: int) -> bool:
     Raises:
         OSError: the file system has no locks.
     """
+    # A read lock would be refused only because of a write lock.
     answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _request(fcntl.F_RDLCK))
-    return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+    kind, *_ = _FLOCK.unpack(answer)
+    return bool(kind != fcntl.F_UNLCK)
 
 
 def _request(kind: int, start: int = 0, length: int = 0) -> bytes:

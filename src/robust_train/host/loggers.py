@@ -1,12 +1,13 @@
-"""The package's loggers. Important lines reach the screen, whatever a program does to ``logging``.
+"""Shows the package's important log lines on the screen, whatever a program does to ``logging``.
 
-A program sets up logging for itself. ``dictConfig`` and ``fileConfig`` disable every logger that
-exists, ``hydra/job_logging=disabled`` leaves no handler, and a level or filter is meant for other
-lines. So each line first takes Python's ordinary way. If no handler writes an important line to the
-screen, it is written to standard error. This is decided for each line, since a program may change
-its logging at any time. A program may also put a file or a buffer in place of ``sys.stdout`` or
-``sys.stderr``, which no one watches: neither counts as the screen. Outside of jobs, in a program
-that uses a part of the package, any handler that takes a line is enough.
+Importing the package calls `take_loggers`, in every process. Launchers, attempts and the scripts of
+attempts then say by `show_lines` that they belong to a job.
+
+A program sets up logging for its own lines. ``dictConfig`` and ``fileConfig`` disable every logger
+that exists, and ``hydra/job_logging=disabled`` leaves no handler. So each line first goes to the
+program's handlers. If none of them writes an important line to the screen, `PackageLogger` writes
+it to standard error. A file or buffer that replaces ``sys.stdout`` or ``sys.stderr`` does not count
+as the screen. In a program that uses the package outside of a job, any handler is enough.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TextIO
 
 from robust_train.readable import one_line
 
 PACKAGE = "robust_train"
-_OF_A_SCRIPT = "ROBUST_TRAIN_EVENTS"  # the variable that only its processes have
+_SCRIPT_VARIABLE = "ROBUST_TRAIN_EVENTS"  # set in the environment of an attempt's script
 _NAMES = (PACKAGE, f"{PACKAGE}.integrations", f"{PACKAGE}.vision")
 
 
@@ -37,18 +39,23 @@ class ShortLines(logging.Formatter):
         record.level = "" if is_plain else f"{record.levelname.lower()}: "
         text = super().format(record)
         if record.name.startswith(PACKAGE):
-            # an error may hold what a terminal obeys
-            text = "\n".join(map(one_line, text.split("\n")))
+            # An error's message may contain control sequences, which a terminal would obey.
+            text = "\n".join(one_line(line) for line in text.split("\n"))
         return text
 
 
 class _Lines:
-    """How this process handles the lines of all loggers of the package."""
+    """How this process handles the lines of all loggers of the package.
+
+    Attributes:
+        is_job: this process is a launcher, an attempt or an attempt's script.
+        screen: the stream for the job's lines if the program has not set up logging for them.
+        change: changes the words of a line before its values are filled in.
+        rank: the rank that warnings name. Rank 0 shows all lines, without its rank.
+    """
 
     def __init__(self) -> None:
-        # this process is a launcher, an attempt or the script of one
-        self.is_job = _OF_A_SCRIPT in os.environ
-        # where the job's lines go if the program has set up no logging for them; None if it has
+        self.is_job = _SCRIPT_VARIABLE in os.environ
         self.screen: TextIO | None = None
         self.change: Callable[[str], str] | None = None
         self.rank = 0
@@ -61,10 +68,11 @@ class PackageLogger(logging.Logger):
     """A logger whose warnings, errors and lines of `log_always` cannot be muted."""
 
     def isEnabledFor(self, level: int) -> bool:
-        return level >= logging.WARNING or super().isEnabledFor(level) or self._is_jobs(level)
+        is_shown = level >= logging.WARNING or self._is_shown_by_job(level)
+        return is_shown or super().isEnabledFor(level)
 
-    def _is_jobs(self, level: int) -> bool:
-        """Return whether the job shows lines of this level, though the logger may be disabled."""
+    def _is_shown_by_job(self, level: int) -> bool:
+        """Return whether the job shows lines of this level, even if the logger is disabled."""
         return (
             _lines.screen is not None
             and level > self.manager.disable
@@ -79,7 +87,7 @@ class PackageLogger(logging.Logger):
             record.msg = _lines.change(str(record.msg))
         if _lines.rank and not _mark_rank(_lines.rank, record):
             return
-        # Python 3.12 and later: a filter may return another record
+        # In Python 3.12 and later, a filter may return another record.
         passed: object = self.filter(record)
         if isinstance(passed, logging.LogRecord):
             record = passed
@@ -91,11 +99,12 @@ class PackageLogger(logging.Logger):
             screen = None
         if is_routed and screen is not None:
             _write(screen, record)
-        elif is_essential or (passed and self._is_jobs(level)):
-            _write(standard_error() if _lines.is_job else sys.stderr, record)
+        elif is_essential or (passed and self._is_shown_by_job(level)):
+            stream = standard_error() if _lines.is_job else sys.stderr
+            _write(stream, record)
 
     def _give_to_handlers(self, record: logging.LogRecord) -> bool:
-        """Do what ``callHandlers`` does, and return whether that has shown the line."""
+        """Call all handlers, like ``callHandlers``, and return whether one has shown the line."""
         is_shown = False
         logger: logging.Logger | None = self
         while logger is not None:
@@ -110,14 +119,11 @@ class PackageLogger(logging.Logger):
 
 
 def _is_on_screen(handler: Any) -> bool:
-    """Return whether a handler writes to stdout or stderr.
-
-    A handler has a ``stream``, rich's handler has a console, and a handler that only queues lines
-    has a listener, which Python 3.12 and later knows.
-    """
+    """Return whether a handler writes to the screen: by its ``stream``, by its console (rich), or
+    by its listener if it only queues lines (Python 3.12 and later)."""
     listener = getattr(handler, "listener", None)
     if listener is not None:
-        return any(map(_is_on_screen, listener.handlers))
+        return any(_is_on_screen(inner) for inner in listener.handlers)
     stream = getattr(handler, "stream", None)
     if stream is None:
         console = getattr(handler, "console", None)
@@ -126,12 +132,12 @@ def _is_on_screen(handler: Any) -> bool:
 
 
 def is_screen(stream: Any) -> bool:
-    """Return whether what is written to a stream reaches the standard output or error that this
-    process was given: a file or a buffer that a program has put there does not count, but a wrapper
-    of its own does, as those of notebooks."""
+    """Return whether a stream writes to the standard output or error with which this process was
+    started. A file or buffer that replaces ``sys.stdout`` does not. A wrapper that passes its
+    output on does, for example the stream of a notebook."""
     if stream is None or getattr(stream, "closed", False):
         return False
-    # a stream that stood there before, or /dev/stderr
+    # The original stream has this descriptor even if it was replaced, and so has /dev/stderr.
     with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
         descriptor = stream.fileno()
         if any(os.path.sameopenfile(descriptor, number) for number in (1, 2)):
@@ -143,8 +149,8 @@ def is_screen(stream: Any) -> bool:
 
 
 def _may_pass_on(stream: Any) -> bool:
-    """Return whether an object without a descriptor may write elsewhere. A wrapper has a stream, or
-    a list of streams, among its attributes. An object that discards everything does not."""
+    """Return whether an object without a descriptor may pass its output on to another stream, which
+    is then one of its attributes, alone or in a list."""
     if isinstance(stream, io.TextIOBase):
         return not isinstance(stream, io.StringIO)
     for value in getattr(stream, "__dict__", {}).values():
@@ -155,24 +161,27 @@ def _may_pass_on(stream: Any) -> bool:
 
 
 def standard_error() -> TextIO:
-    """Return ``sys.stderr``, or the original stream of the process if that is no longer the
+    """Return ``sys.stderr``, or the process's original stream if ``sys.stderr`` is no longer the
     screen."""
-    first = sys.__stderr__
-    return sys.stderr if first is None or is_screen(sys.stderr) else first
+    original = sys.__stderr__
+    if original is None or is_screen(sys.stderr):
+        return sys.stderr
+    return original
 
 
 def standard_output() -> TextIO:
-    """Return ``sys.stdout``, or the process's first if a file is in its place: what attempts print
-    goes through it, and warnings are in that. A buffer is there to collect all of it."""
-    first = sys.__stdout__
+    """Return the stream for the output of attempts: ``sys.stdout``, or the process's original
+    stream if a program replaced ``sys.stdout`` by a file. A ``StringIO`` is kept, because it is
+    there to collect the output."""
+    original = sys.__stdout__
     is_collected = isinstance(sys.stdout, io.StringIO)
-    if first is None or is_collected or is_screen(sys.stdout):
+    if original is None or is_collected or is_screen(sys.stdout):
         return sys.stdout
-    return first
+    return original
 
 
 def _write(stream: TextIO | None, record: logging.LogRecord) -> None:
-    """Write a line. If the screen does not accept it, the line is lost."""
+    """Write a line. A line that the screen does not accept is lost."""
     if stream is not None:
         with contextlib.suppress(OSError, ValueError):
             stream.write(f"{ShortLines().format(record)}\n")
@@ -180,13 +189,13 @@ def _write(stream: TextIO | None, record: logging.LogRecord) -> None:
 
 
 def take_loggers() -> None:
-    """Replace the package's loggers by those of this module, with their handlers and levels."""
+    """Turn the package's loggers into `PackageLogger`. They keep their handlers and levels."""
     for name in _NAMES:
         logging.getLogger(name).__class__ = PackageLogger
 
 
 def log_always(text: str, *figures: object) -> None:
-    """Log a line at level INFO that is shown like a warning, for example how a job ended."""
+    """Log a line of level INFO that cannot be muted, for example how a job ended."""
     log = logging.getLogger(PACKAGE)
     file, line, function, _ = log.findCaller(stacklevel=2)
     record = log.makeRecord(
@@ -196,7 +205,7 @@ def log_always(text: str, *figures: object) -> None:
 
 
 @contextlib.contextmanager
-def lines_shown() -> Iterator[None]:
+def showing_lines() -> Iterator[None]:
     """Show the job's lines within the block, unless the program shows them."""
     logger = logging.getLogger(PACKAGE)
     was_job = _lines.is_job
@@ -223,23 +232,23 @@ def show_lines() -> None:
 
 
 def change_words(change: Callable[[str], str] | None) -> None:
-    """Change the words of our own log lines from now on, but not what is filled in."""
+    """Change the words of the package's log lines from now on, but not the values filled in."""
     _lines.change = change
 
 
-def speak_as_rank(rank: int) -> None:
-    """Show only warnings from now on, with the rank: the same lines of every rank would hide what
-    differs. That holds for the program's own lines, too."""
+def show_only_warnings_of_rank(rank: int) -> None:
+    """Show only warnings of the package and of the program from now on, each with the rank.
+    Otherwise all ranks would show the same lines."""
     _lines.rank = rank
     handlers = list(logging.getLogger().handlers)
     if logging.lastResort is not None:
         handlers.append(logging.lastResort)
     for handler in handlers:
-        handler.addFilter(lambda record: _mark_rank(rank, record))
+        handler.addFilter(partial(_mark_rank, rank))
 
 
 def _mark_rank(rank: int, record: logging.LogRecord) -> bool:
-    """Put the rank in front of a line, and return whether a rank other than the first shows it."""
+    """Return whether a line is a warning or an error, and if so put the rank in front of it."""
     if record.levelno < logging.WARNING:
         return False
     if not getattr(record, "is_marked", False):

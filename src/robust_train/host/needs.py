@@ -1,4 +1,5 @@
-"""Requirements of every command, checked before psutil is imported, which has them too."""
+"""Checks that this process can run any command at all. Every command calls it first, before it
+imports psutil, which would fail with a traceback."""
 
 from __future__ import annotations
 
@@ -8,12 +9,15 @@ import resource
 
 from robust_train.model.errors import ConfigError, find_limit_error
 
+# Open files that the smallest command needs.
 _LEAST_FILES = 24
 
 
-def why_unusable() -> ConfigError | None:
-    """Return what this process lacks that every command needs, or None for nothing."""
+def find_missing_requirement() -> ConfigError | None:
+    """Return the error for a requirement that this process does not meet, or None."""
     if not os.path.exists("/proc/self/stat"):
         return ConfigError("/proc is not mounted here: mount -t proc proc /proc")
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return find_limit_error(OSError(errno.EMFILE, "")) if most < _LEAST_FILES else None
+    if most < _LEAST_FILES:
+        return find_limit_error(OSError(errno.EMFILE, ""))
+    return None

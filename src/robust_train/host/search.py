@@ -1,4 +1,8 @@
-"""Search by a pattern of the user's, which may take hours: in a process with a time limit."""
+"""Searches a text for a user's regular expression, with a time limit.
+
+A pattern such as ``(a+)+b`` can take hours, and Python cannot interrupt a search. So the launcher,
+which matches ``retry.rules`` against a failure's message, runs each search in a child process.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ import sys
 log = logging.getLogger("robust_train")
 
 LIMIT_SECONDS = 5.0
+# The child process's program. It reads the pattern and the text from standard input.
 SEARCH = """
 import json, re, sys
 pattern, text = json.load(sys.stdin)
@@ -20,17 +25,20 @@ print(bool(re.search(pattern, text, re.MULTILINE)))
 
 @functools.lru_cache(maxsize=64)
 def is_found(pattern: str, text: str) -> bool:
-    """Return whether the pattern is in the text. False, after a warning, if the search takes too
-    long."""
+    """Return whether the pattern is in the text. If the search takes too long or fails, warn and
+    return False."""
     command = (sys.executable, "-I", "-S", "-c", SEARCH)
-    given = json.dumps([pattern, text]).encode()
+    request = json.dumps([pattern, text]).encode()
     try:
-        done = subprocess.run(command, input=given, capture_output=True, timeout=LIMIT_SECONDS)
+        done = subprocess.run(command, input=request, capture_output=True, timeout=LIMIT_SECONDS)
         if done.returncode == 0:
             return done.stdout.strip() == b"True"
-        why = f"its process ended with {done.returncode}"
+        why = f"the search process ended with {done.returncode}"
     except subprocess.TimeoutExpired:
-        why = f"it takes more than {LIMIT_SECONDS:g} s, as nested repetition like (a+)+ does"
+        why = (
+            f"the search takes more than {LIMIT_SECONDS:g} s, "
+            "as with nested repetition such as (a+)+"
+        )
     except OSError as error:
         why = str(error)
     log.warning("retry.rules: message %s is skipped: %s", pattern, why)

@@ -1,8 +1,9 @@
-"""Events on their way from an attempt to its launcher.
+"""Sends events from an attempt to its launcher: `EventSender` in the attempt, `read_events` in the
+launcher.
 
-Each is a JSON packet on a sequenced-packet socket. Several processes may write to it, a packet
-arrives whole or not at all, and a killed writer does not leave a truncated packet. A packet too
-large for the socket is a file in memory, whose descriptor is sent.
+Each event is a JSON packet on a sequenced-packet socket. Several processes may write to the socket,
+a packet arrives whole or not at all, and a killed writer does not leave a truncated packet. Data
+too large for a packet is written to a file in memory, and the packet carries its descriptor.
 """
 
 from __future__ import annotations
@@ -23,21 +24,23 @@ from robust_train.model.events import Event, Failed, Finished, parse
 log = logging.getLogger("robust_train")
 
 _LARGEST_PACKET = 60_000
-_IN_A_FILE = b"\0"
+_IN_A_FILE = b"\0"  # content of a packet whose data is in a file
 MOST_WAITING_BYTES = 64 * 1024**2
 
 
 class EventSender:
-    """Sends an attempt's events. The trainer never waits for a launcher that does not read. If the
-    socket is full, progress is dropped and all other events are kept until the next event or
-    `flush`. Beyond 64 MiB, only the attempt's end is kept. A missing launcher is ignored."""
+    """Sends an attempt's events, without ever making the trainer wait for its launcher.
+
+    If the socket is full, progress is dropped and all other events are kept until the next event or
+    `flush`. Beyond 64 MiB, only the attempt's end is kept. A missing launcher is ignored.
+    """
 
     def __init__(self, channel: socket.socket) -> None:
         channel.setblocking(False)
         self._channel = channel
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
-        # a signal's handler may interrupt a send
+        # Reentrant, because a signal handler may send an event during another send.
         self._lock = threading.RLock()
 
     def __call__(self, event: Event) -> None:
@@ -53,7 +56,7 @@ class EventSender:
             self._send_waiting()
 
     def flush(self, timeout_seconds: float = float("inf")) -> None:
-        """Wait until everything is sent: the attempt ends."""
+        """Wait until everything is sent. The attempt calls it at its end."""
         deadline = time.monotonic() + timeout_seconds
         poll = select.poll()
         poll.register(self._channel, select.POLLOUT)
@@ -66,7 +69,7 @@ class EventSender:
             poll.poll(500)
 
     def _send_waiting(self) -> bool:
-        """Send what can be sent, and return whether nothing is left."""
+        """Send as many waiting events as the socket takes, and return whether no event is left."""
         while self._waiting:
             data = self._waiting[0]
             try:
@@ -77,7 +80,7 @@ class EventSender:
                 self._waiting.clear()
                 self._waiting_bytes = 0
                 break
-            # no handler has sent it meanwhile
+            # A signal handler may have removed this event during the send.
             if self._waiting and self._waiting[0] is data:
                 self._waiting_bytes -= len(self._waiting.popleft())
         return True
@@ -90,7 +93,7 @@ class EventSender:
 
 
 def send_file(channel: socket.socket, data: bytes, descriptors: Sequence[int] = ()) -> None:
-    """Send what is too large for a packet as a file in memory, with copies of open descriptors."""
+    """Send data of any size as a file in memory, together with copies of open descriptors."""
     with os.fdopen(os.memfd_create("message"), "wb") as file:
         file.write(data)
         file.flush()
@@ -98,14 +101,13 @@ def send_file(channel: socket.socket, data: bytes, descriptors: Sequence[int] = 
 
 
 def read_events(channel: socket.socket, most: int = sys.maxsize) -> Iterator[Event]:
-    """Yield the events that arrived on a non-blocking socket, oldest first, with only the current
-    event in memory. Stops after ``most`` events, because an attempt may send them faster than they
-    are read."""
+    """Yield the events that arrived on a non-blocking socket, oldest first. Stops after ``most``
+    events, because an attempt may send them faster than they are read."""
     for _ in range(most):
         try:
             data, descriptors, _, _ = socket.recv_fds(channel, 2 * _LARGEST_PACKET, 1)
         except ConnectionResetError:
-            # it has ended without reading all; what it had sent before comes after this
+            # The attempt ended with unread data in its socket. Its own events follow this error.
             continue
         except OSError:
             return

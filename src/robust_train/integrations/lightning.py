@@ -23,8 +23,8 @@ from omegaconf import DictConfig, open_dict
 
 from robust_train import compat
 from robust_train.attempt.run import Run, live_of
-from robust_train.config.projects import Words
 from robust_train.config.schema import TrainingConfig
+from robust_train.config.words import Words
 from robust_train.integrations.lightning_callback import RobustCallback, Stopped, logged
 from robust_train.integrations.lightning_step import recover_in_steps
 from robust_train.integrations.steering import keep_batch, lightning, machines, result_of

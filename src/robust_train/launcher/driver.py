@@ -263,7 +263,7 @@ class InlineDriver(HostDriver):
             signals.raise_if_received()
 
         # The user's imports may take any time, so a signal interrupts them.
-        with signals.handed_to(interrupt):
+        with signals.hand_signals_to(interrupt):
             function = load_trainer(self._plan.trainer, self._plan.trainer_ref)
         return InlineExecutor(lambda: function)
 

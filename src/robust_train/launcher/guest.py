@@ -34,7 +34,7 @@ from robust_train.folder.state import RunState, Summary
 from robust_train.host.engine import TORCHRUN, GuestRank
 from robust_train.host.linux import shared_machine_environment, signal_at_parents_death
 from robust_train.host.signals import SignalWatch
-from robust_train.host.votes import StoreVotes
+from robust_train.host.store_votes import StoreVotes
 from robust_train.launcher.driver import Driver
 from robust_train.launcher.ending import add_ending
 from robust_train.launcher.inline import InlineExecutor, load_trainer, shield_workers

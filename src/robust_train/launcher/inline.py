@@ -121,7 +121,7 @@ class InlineExecutor:
                 log.info("stopping: waiting for the trainer's last checkpoint")
                 ask_trainer()
 
-            with signals.handed_to(stop):
+            with signals.hand_signals_to(stop):
                 if signals.received:  # a signal arrived before the handler was set
                     stop(signals.received)
                 yield

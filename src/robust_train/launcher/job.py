@@ -186,7 +186,7 @@ class Job:
         )
         seconds = time.monotonic() - started
         # From here on a signal ends the job only after the attempt is recorded.
-        with self.signals.handed_to(lambda signum: None):
+        with self.signals.hand_signals_to(lambda signum: None):
             attempt = replace(self.folder.attempt, exit=process_exit)
             ending = attempt.ending
             if isinstance(ending, Failed) and ending.config_error:
@@ -290,7 +290,7 @@ class Job:
         if raised is None:
             return summary
         if isinstance(raised, JobInterrupted):
-            self.signals.pass_on()
+            self.signals.call_previous_handler()
         raise raised
 
     def _end(self, status: str, reason: str | None, exit_code: int | None = None) -> Summary:

@@ -15,9 +15,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from robust_train.config.checks import checked, hide_urls
 from robust_train.config.placeholders import placeholders_in
-from robust_train.config.projects import Words, ours, resolved
+from robust_train.config.projects import ours, resolve_values
 from robust_train.config.schema import RobustConfig
 from robust_train.config.trainers import Trainer, TrainerRef, job_name_of, target_of
+from robust_train.config.words import Words
 from robust_train.folder.hydra_state import chosen_folder, owns_terminal, run_folder, sweep_folder
 from robust_train.folder.identity import refuse_other_version
 from robust_train.folder.resolvers import Resolvers, resolvers_of
@@ -108,7 +109,7 @@ def plan_job(
     resolvers = resolvers_of(chosen_folder(run_dir) if is_resumed else None)
     with resolvers.kept():
         config = checked(cfg)
-        resolved_cfg = resolved(cfg)
+        resolved_cfg = resolve_values(cfg)
     if guest:
         config = replace(config, isolation="none")
     refuse(config)

@@ -23,10 +23,10 @@ from dataclasses import replace
 from robust_train.children.interpreters import Interpreter, Interpreters
 from robust_train.config.attempt import AttemptRequest, Begin
 from robust_train.failures.exits import last_shortage_in
-from robust_train.host.linux import TICK_SECONDS, readable
+from robust_train.host.linux import TICK_SECONDS, wait_until_readable
 from robust_train.host.memory import OomKillWatch
 from robust_train.host.screen import show_waiting
-from robust_train.host.signals import SignalWatch, stop_signal
+from robust_train.host.signals import SignalWatch, choose_stop_signal
 from robust_train.host.votes import STOP, Votes
 from robust_train.launcher.hooks import Watch
 from robust_train.launcher.rank_ends import RankEnd, merge_ends
@@ -34,7 +34,7 @@ from robust_train.launcher.script_output import strip_escapes
 from robust_train.model.events import CheckpointSaved, Event, Failed, Finished
 from robust_train.model.exit import Exit
 from robust_train.model.feature import load_named
-from robust_train.readable import duration, shortened
+from robust_train.readable import duration, shorten
 
 log = logging.getLogger("robust_train")
 
@@ -120,7 +120,7 @@ class RunningAttempt:
         report.
         """
         try:
-            with signals.handed_to(self._on_signal):
+            with signals.hand_signals_to(self._on_signal):
                 signals.raise_if_received()
                 self._send_request(hold)
                 while not self._poll():
@@ -154,7 +154,7 @@ class RunningAttempt:
             interpreter.channel.fileno() for interpreter in processes if interpreter.is_running
         ]
         seconds = min(max(self._kill_at - time.monotonic(), 0.0), TICK_SECONDS)
-        readable(interpreters.pump.descriptors + running, seconds)
+        wait_until_readable(interpreters.pump.descriptors + running, seconds)
         while self._unannounced:
             log.info("%s", self._describe_stop(self._unannounced.pop()))
         now = time.monotonic()
@@ -262,7 +262,7 @@ class RunningAttempt:
                 "CUDA does not work for this attempt, which may train on the CPU although it has "
                 "%s: %s",
                 request.spec.device,
-                shortened(warning[1].strip(), _LONGEST_WARNING),
+                shorten(warning[1].strip(), _LONGEST_WARNING),
             )
 
     def _warn_of_exit_handlers(self) -> None:
@@ -335,7 +335,7 @@ class RunningAttempt:
             failure=None if ended_by is None else ended_by.explain(stacks),
             was_stopped=bool(signals.received),
             was_hurried=self._was_hurried,
-            oom_killed=self._oom_kills.killed(),
+            oom_killed=self._oom_kills.has_killed(),
         )
 
     def _take_stacks(self) -> str:
@@ -361,7 +361,7 @@ class RunningAttempt:
         if self._votes is not None:
             self._votes.raise_flag(STOP)
         # An attempt that has not started yet postpones the signal until it can handle it.
-        self._signal_all(stop_signal(os.environ))
+        self._signal_all(choose_stop_signal(os.environ))
         self._signal_all(signal.SIGCONT)  # otherwise a suspended process would not get the signal
 
     def _describe_stop(self, signum: int) -> str:

@@ -47,7 +47,7 @@ def memory_in_use(*, context: bool = True) -> dict[str, int]:
     with contextlib.suppress(OSError, psutil.Error):
         return {
             "resident": host.resident_bytes(psutil.Process())[0],
-            "max_resident": host.largest_resident(),
+            "max_resident": host.read_largest_resident(),
         }
     return {}
 

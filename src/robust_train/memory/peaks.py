@@ -142,7 +142,7 @@ def _now_and_peak(device: Any) -> tuple[str, int, int]:
     """Return the device, its bytes in use now, and those at the peak."""
     gpu = cuda.started_gpu(device)
     if gpu is None:
-        memory = host.own_memory()
+        memory = host.read_own_memory()
         return "cpu", memory.get("VmRSS", 0), memory.get("VmHWM", 0)
     torch, index = gpu
     now = torch.cuda.memory_allocated(index)

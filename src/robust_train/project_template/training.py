@@ -19,16 +19,18 @@ def train(cfg: DictConfig, run: Run) -> float:
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.training.lr)
 
     def loss_of(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        x, y = batch  # any part of the step's samples
+        # The batch is the whole step's, or a part of it if memory ran out.
+        x, y = batch
         return nn.functional.cross_entropy(model(x.to(device)), y.to(device))
 
     state = {"model": model, "optimizer": optimizer}
-    first = run.load(state)
-    # samples per optimizer step: constant, also when the launcher halves the micro-batch size
+    # 0 without a checkpoint
+    last_step = run.load(state)
+    # Samples per optimizer step. They stay the same if the launcher halves the micro-batch size.
     samples = cfg.training.batch_size * cfg.training.gradient_accumulation_steps
     draws = torch.Generator()
-    for step in range(first + 1, cfg.spirals.steps + 1):
-        # Each step has its own seed, so that a resumed job draws what it would have drawn.
+    for step in range(last_step + 1, cfg.spirals.steps + 1):
+        # Each step has its own seed, so that a resumed job draws the same samples.
         draws.manual_seed(cfg.seed * 2**32 + step)
         chosen = torch.randint(len(points), (samples,), generator=draws)
         optimizer.zero_grad()
@@ -46,7 +48,7 @@ def train(cfg: DictConfig, run: Run) -> float:
 
 
 def two_spirals(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return points of two interleaved spirals, and the spiral of each."""
+    """Return points of two interleaved spirals, and for each point the number of its spiral."""
     labels = torch.arange(samples) % 2
     angle = torch.rand(samples) * 6 + 1
     turned = angle + labels * torch.pi

@@ -25,7 +25,7 @@ from robust_train.gpu.select import (
 from robust_train.model.gpu import GpuInfo, Group
 from robust_train.queue.queue_dir import NO_LIMIT
 from robust_train.queue.registry import QueuedJob
-from robust_train.readable import MIB, mib, shortened
+from robust_train.readable import MIB, mib, shorten
 
 # The longest reason, in characters.
 LONGEST = 120
@@ -405,7 +405,7 @@ def why_waiting(
         holders: the users of processes on the GPUs by process id, as far as they are known.
     """
     if job.id in decided.capped:
-        return shortened(decided.capped[job.id], LONGEST)
+        return shorten(decided.capped[job.id], LONGEST)
     promised = {gpu.uuid: id_ for id_, group in decided.groups.items() for gpu in group}
     promised |= dict.fromkeys(decided.kept, decided.first)
     shown_ids = {waiting.id: waiting.shown_id for waiting in decided.order}
@@ -430,7 +430,7 @@ def why_waiting(
     nothing = "its driver shows none of its GPUs"
     if available:
         nothing = "another job took its GPU at the same moment"
-    return shortened("; ".join(parts) or nothing, LONGEST)
+    return shorten("; ".join(parts) or nothing, LONGEST)
 
 
 _NONE = 0, ""

@@ -24,7 +24,7 @@ from robust_train.queue.host_queue import GpuRequest, HostQueue
 from robust_train.queue.plan import LONGEST, Plan, why_waiting
 from robust_train.queue.queue_dir import QueueError
 from robust_train.queue.registry import QueuedJob
-from robust_train.readable import MIB, as_clock, counted, mib, ordinal, shortened
+from robust_train.readable import MIB, as_clock, counted, mib, ordinal, shorten
 
 # The NVML session is closed if the GPUs are not read for this long.
 _CLOSING_SECONDS = 2.0
@@ -67,7 +67,7 @@ class WaitStatus(Event):
             where = f"{ordinal(self.position)} in queue"
         if math.isfinite(self.seconds_left):
             where += f", {as_clock(math.ceil(self.seconds_left))} left"
-        return shortened(f"{where}: {self.obstacles}", LONGEST)
+        return shorten(f"{where}: {self.obstacles}", LONGEST)
 
 
 def wait_for_gpus(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from robust_train.folder.memory_samples import Sample
-from robust_train.readable import duration, memory, number, shortened
+from robust_train.readable import duration, memory, number, shorten
 from robust_train.report.facts import Curve, DeviceMemory, Mark, Story
 
 Point = tuple[float, float]
@@ -179,7 +179,7 @@ def _lanes(marks: Iterable[Mark], clock: Clock) -> Lanes:
         at = clock(mark.time)
         text = f"{mark.text} (attempt {mark.attempt}, {duration(at)})"
         texts = lanes[mark.kind].setdefault(round(clock.percent(at), 1), [])
-        texts.append(shortened(text, _LONGEST_TEXT))
+        texts.append(shorten(text, _LONGEST_TEXT))
     for texts in (texts for lane in lanes.values() for texts in lane.values()):
         if len(texts) > _MOST_TEXTS:
             texts[_MOST_TEXTS:] = [f"… {len(texts)} in all"]

@@ -165,4 +165,4 @@ def value_text(value: object) -> str:
     number = finite(value)
     if number is not None:
         return readable.number(number)
-    return readable.shortened(str(value), _LONGEST_VALUE)
+    return readable.shorten(str(value), _LONGEST_VALUE)

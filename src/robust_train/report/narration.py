@@ -20,7 +20,7 @@ from robust_train.model.attempt import Attempt
 from robust_train.model.events import JobStarted
 from robust_train.model.failure import MEMORY_FAILURES, Clue, FailureKind
 from robust_train.model.spec import AttemptSpec, Decision, Retry
-from robust_train.readable import GIB, aligned, by_processes, duration, named_line, shortened
+from robust_train.readable import GIB, align_columns, by_processes, duration, named_line, shorten
 from robust_train.readable import number as number_text
 from robust_train.report.facts import speed_of
 from robust_train.report.sources import Entry, attempts_of, read_entries
@@ -139,7 +139,7 @@ def attempts_table(attempts: Sequence[Attempt]) -> str:
     if not any(attempt.spec.has_batch for attempt in attempts):
         names = names[:2] + names[4:]
         rows = [row[:2] + row[4:] for row in rows]
-    lines = aligned(rows, names)
+    lines = align_columns(rows, names)
     below = " " * lines[0].index("outcome")
     wrap = textwrap.TextWrapper(80, subsequent_indent=below, break_long_words=False)
     return "\n".join(line for row in lines for line in wrap.wrap(row))
@@ -156,7 +156,7 @@ def ending_of(attempt: Attempt) -> str:
     if failure.evidence.clue in _CLUES:
         return _CLUES[failure.evidence.clue]
     if is_interruption:
-        return shortened(failure.message, 60)
+        return shorten(failure.message, 60)
     process = _ENDING_OF_A_PROCESS.match(failure.message)
     if process and failure.kind is FailureKind.BUG:
         return process[1]  # a script's exit code may mean anything
@@ -189,7 +189,7 @@ def conclude(summary: Summary, how_to_go_on: str) -> None:
     if summary.result is not None:
         result = summary.objective
         text = number_text(result) if isinstance(result, float) else str(result)
-        ending += f"; result: {shortened(text, 100)}"
+        ending += f"; result: {shorten(text, 100)}"
         figure = figure_of(summary.result)
         if figure is not None:
             ending += f" ({figure.replace('_', ' ')})"
@@ -198,7 +198,7 @@ def conclude(summary: Summary, how_to_go_on: str) -> None:
     if summary.status == "no_device" or (
         last is not None and summary.status in ("failed", "pruned")
     ):
-        ending += f"; {shortened(str(summary.reason), _LONGEST_REASON)}"
+        ending += f"; {shorten(str(summary.reason), _LONGEST_REASON)}"
     say = _logging_of(summary)
     say("%s", ending)
     speed = () if last is None else speed_of(last)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from robust_train.folder.state import RunState
-from robust_train.host.screen import LiveArea, live_area
+from robust_train.host.live_area import LiveArea, live_area
 from robust_train.model.attempt import Attempt
 from robust_train.readable import as_clock, memory, number, of_all
 from robust_train.report.facts import speed_of

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from robust_train.config.projects import Words
+from robust_train.config.words import Words
 from robust_train.folder.memory_samples import Sample
 from robust_train.model.attempt import UNFINISHED, Attempt
 from robust_train.model.failure import Failure, FailureKind

@@ -311,7 +311,7 @@ class Meter:
         return_memory(thorough=False)
         if self.index is None:
             host.reset_peak()
-            return host.own_memory().get("RssAnon", 0)
+            return host.read_own_memory().get("RssAnon", 0)
         torch.cuda.synchronize(self.index)
         torch.cuda.reset_peak_memory_stats(self.index)
         return torch.cuda.memory_allocated(self.index)
@@ -319,7 +319,7 @@ class Meter:
     def peak(self) -> int:
         """Return the largest number of bytes in use since `begin`."""
         if self.index is None:
-            memory = host.own_memory()
+            memory = host.read_own_memory()
             # Pages of libraries that were read in the meantime stay, and are part of the peak.
             return memory.get("VmHWM", 0) - memory.get("RssFile", 0) - memory.get("RssShmem", 0)
         torch.cuda.synchronize(self.index)
@@ -328,7 +328,7 @@ class Meter:
     def limit(self) -> int:
         """Return the largest number of bytes that may be in use."""
         if self.index is None:
-            return host.own_memory().get("RssAnon", 0) + host.room_left()
+            return host.read_own_memory().get("RssAnon", 0) + host.read_available_bytes()
         free, total = torch.cuda.mem_get_info(self.index)
         share = self._share
         # The key memory.fraction limits the allocator. torch before 2.8 cannot return that limit.

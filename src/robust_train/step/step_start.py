@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from robust_train.compat import modules_below, versions_of
-from robust_train.host.memory import room_left
+from robust_train.host.memory import read_available_bytes
 from robust_train.memory.tensors import leaves_of
 from robust_train.model.errors import UserError
 from robust_train.step.attributes import Attributes
@@ -175,7 +175,7 @@ class StepStart:
         """
         leaving = [gradient for gradient in self._aside if gradient.can_leave]
         size = sum(gradient.gradient.nbytes for gradient in leaving)
-        if not leaving or size > _MAX_SHARE_OF_HOST * room_left():
+        if not leaving or size > _MAX_SHARE_OF_HOST * read_available_bytes():
             return False
         for gradient in leaving:
             gradient.leave()

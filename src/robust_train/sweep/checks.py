@@ -21,8 +21,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from robust_train.config.checks import checked, unchecked
 from robust_train.config.composition import complete
-from robust_train.config.projects import Words, their_keys
+from robust_train.config.projects import their_keys
 from robust_train.config.refusals import REFUSALS, explain_job
+from robust_train.config.words import Words
 from robust_train.host.loggers import change_words
 from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED, ConfigError
 from robust_train.model.spec import MAXIMIZE, MINIMIZE

@@ -50,7 +50,7 @@ from robust_train.gpu.visible import visible_gpus
 from robust_train.host.job_logging import shorten_lines
 from robust_train.host.linux import signal_at_parents_death
 from robust_train.host.loggers import show_lines
-from robust_train.host.signals import FORWARDED, SignalWatch, forwarded
+from robust_train.host.signals import FORWARDED, SignalWatch, signal_to_forward
 from robust_train.model.errors import ConfigError
 from robust_train.model.events import ValueReported
 from robust_train.report import html
@@ -202,7 +202,7 @@ class GpuQueue:
                 slots,
                 self.folder / "*" / LOG_FILE,
             )
-            with self._signals.handed_to(self._received.append):
+            with self._signals.hand_signals_to(self._received.append):
                 try:
                     self._signals.raise_if_received()
                     goes_on = self._fill(slots)
@@ -404,7 +404,7 @@ class GpuQueue:
         for process in self._running.values():
             if process.exitcode is None and process.pid is not None:
                 # a signal that the job has received directly as well counts once
-                os.kill(process.pid, forwarded(signum))
+                os.kill(process.pid, signal_to_forward(signum))
 
 
 def start_job(work: Callable[[], int], log_path: Path, detach: Callable[[], None]) -> ForkProcess:

@@ -32,7 +32,7 @@ from robust_train.model.attempt import Attempt
 from robust_train.model.errors import EXIT_BAD_CONFIG
 from robust_train.model.events import SCHEMA, Json, MalformedEventError, from_json
 from robust_train.model.spec import MAXIMIZE, MINIMIZE
-from robust_train.readable import shortened, signal_name
+from robust_train.readable import shorten, signal_name
 
 if TYPE_CHECKING:
     from optuna.storages import JournalStorage
@@ -140,7 +140,7 @@ class SweepJob:
         # NaN differs from itself; isnan() would raise for an integer that no float holds
         if isinstance(result, (int, float)) and result == result:
             what = "not finite"
-        return f"its result is {what}: {shortened(repr(result), 100)}"
+        return f"its result is {what}: {shorten(repr(result), 100)}"
 
     def varies_as(self, other: SweepJob) -> bool:
         """Return whether the other job computes the same: the order of overrides does not matter,

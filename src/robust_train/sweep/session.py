@@ -35,9 +35,10 @@ from robust_train.children import detach
 from robust_train.children.notifier import Notifier, notify_settings
 from robust_train.compat import unwrap_job_return
 from robust_train.config.checks import hide_urls, unchecked
-from robust_train.config.projects import Words, their_keys
+from robust_train.config.projects import their_keys
 from robust_train.config.schema import RobustConfig
-from robust_train.files import plain, set_aside
+from robust_train.config.words import Words
+from robust_train.files import set_aside, to_plain
 from robust_train.folder.hydra_state import OF_HYDRA, close_to_others, composed_files
 from robust_train.folder.lock import RunLock, refusal, wait_until_free
 from robust_train.folder.provenance import changed_files, config_digests, read_environment
@@ -292,7 +293,7 @@ class HydraSession:
             signals = SignalWatch()
             # one signal too many must not cost the table; nor, once they are blocked again as an
             # interrupted sweep leaves them, the exit code while the interpreter ends
-            with signals, signals.handed_to(lambda signum: sweep.notifier.hurry()):
+            with signals, signals.hand_signals_to(lambda signum: sweep.notifier.hurry()):
                 try:
                     self.note(sweep.show_and_write())
                 finally:
@@ -452,7 +453,7 @@ class SweepCallback(Callback):
             return
         end = unwrap_job_return(job_return)
         if job_return.status is JobStatus.COMPLETED:
-            session.job_ended(Status.COMPLETED, 0, result=plain(end))
+            session.job_ended(Status.COMPLETED, 0, result=to_plain(end))
         else:
             session.job_ended(Status.FAILED, 1, named_line(end))
         fail_fast(unchecked(config), session.job, sweep_folder_of(config))

@@ -16,7 +16,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from robust_train.folder.secrets import public_command
-from robust_train.readable import aligned, of_all, shortened
+from robust_train.readable import align_columns, of_all, shorten
 from robust_train.sweep.record import Status, SweepJob, SweepTable
 
 COLUMNS = (
@@ -75,7 +75,7 @@ def point_table(points: Sequence[Sequence[SweepJob]]) -> list[str]:
                 f"without {failed}" if failed else "",
             )
         )
-    return aligned(lines, ("trial", "mean ± std", "seeds", "overrides", ""))
+    return align_columns(lines, ("trial", "mean ± std", "seeds", "overrides", ""))
 
 
 def screen_table(rows: Sequence[SweepJob], values: Mapping[int, float] | None = None) -> list[str]:
@@ -89,7 +89,7 @@ def screen_table(rows: Sequence[SweepJob], values: Mapping[int, float] | None = 
         for row in rows
         if values is None or row.is_running
     ]
-    return aligned(shown, COLUMNS)
+    return align_columns(shown, COLUMNS)
 
 
 def _cells(row: SweepJob, overrides: str, values: Mapping[int, float]) -> list[object]:
@@ -184,4 +184,4 @@ def short_result(result: Any) -> str:
     if isinstance(result, float):
         return f"{result:.6g}"
     text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
-    return shortened(text, _LONGEST_RESULT)
+    return shorten(text, _LONGEST_RESULT)

@@ -21,7 +21,7 @@ from robust_train.config.composition import store_group
 from robust_train.config.schema import TrainingConfig
 from robust_train.config.values import FROM_0, FROM_1, SHARE, Range, key, words_of_list
 from robust_train.model.errors import ConfigError
-from robust_train.readable import meant
+from robust_train.readable import suggest
 
 _FROM_2 = Range("2 or more", lambda value: value >= 2)
 _BELOW_1 = Range("from 0 to less than 1", lambda value: 0 <= value < 1)
@@ -47,10 +47,10 @@ class CnnConfig:
         32, "channels of the first stage; they double with each halving of the image", range=FROM_1
     )
     image_size: int | None = key(
-        None, "side of the square images, pixels; `null`: the data's own", range=FROM_1
+        None, "side of the square images, pixels; `null`: that of the data", range=FROM_1
     )
     dropout: float = key(0.1, "dropout before the head", range=_BELOW_1)
-    lr: float = key(3e-3, "learning rate that suits it")
+    lr: float = key(3e-3, "recommended learning rate")
     weights: str | None = key(None, "local file with weights to start from")
 
 
@@ -59,14 +59,14 @@ class BackboneConfig:
     """Keys that the models on a timm backbone share."""
 
     name: str = key(MISSING, "name of the model")
-    backbone: str = key(MISSING, "the backbone, a name of timm's")
+    backbone: str = key(MISSING, "name of the backbone in timm")
     pretrained: bool = key(True, "download pretrained weights")
     weights: str | None = key(None, "local file with weights instead of a download")
     image_size: int = key(
         224, "side of the square that images are resized to, pixels", range=FROM_1
     )
     dropout: float = key(0.0, "dropout before the head", range=_BELOW_1)
-    lr: float = key(1e-3, "learning rate that suits it")
+    lr: float = key(1e-3, "recommended learning rate")
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class LoraModelConfig(BackboneConfig):
     """``model=lora``: low-rank adapters (peft) in a frozen backbone, and a trained classifier."""
 
     name: str = key("lora", "name of the model")
-    backbone: str = key(_VIT, "the backbone, a name of timm's")
+    backbone: str = key(_VIT, "name of the backbone in timm")
     lora_r: int = key(8, "rank of the adapters", range=FROM_1)
     lora_alpha: int = key(16, "adapters are scaled by lora_alpha / lora_r", range=FROM_1)
     lora_dropout: float = key(0.1, "dropout of the adapters", range=_BELOW_1)
@@ -104,8 +104,8 @@ class FullFinetuneConfig(BackboneConfig):
     """``model=full_finetune``: every weight of the backbone is trained."""
 
     name: str = key("full_finetune", "name of the model")
-    backbone: str = key(_VIT, "the backbone, a name of timm's")
-    lr: float = key(5e-5, "learning rate that suits it")
+    backbone: str = key(_VIT, "name of the backbone in timm")
+    lr: float = key(5e-5, "recommended learning rate")
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,8 @@ class DatasetConfig:
         "random changes of the training images: `crop_flip`, `shift` or `none`",
         choices=AUGMENTATIONS,
     )
-    num_workers: int = key(2, "data-loader workers that suit it")
-    epochs: int = key(10, "epochs that suit it")
+    num_workers: int = key(2, "recommended number of data-loader workers")
+    epochs: int = key(10, "recommended number of epochs")
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class ImageFolderConfig(DatasetConfig):
     train: str = key("train", "subfolder with the training images, one folder per class")
     test: str = key("test", "subfolder with the test images")
     test_fraction: float = key(
-        0.2, "share of each class held out where there is no test folder", range=_BETWEEN
+        0.2, "share of each class held out if there is no test folder", range=_BETWEEN
     )
 
 
@@ -187,7 +187,7 @@ def logger_of(cfg: DictConfig) -> str:
     """Return ``logger`` of the config. Raises ConfigError if it does not exist."""
     name = str(cfg.get("logger") or "none")
     if name not in LOGGERS:
-        raise ConfigError(f"logger={name}: {meant(name, LOGGERS)}")
+        raise ConfigError(f"logger={name}: {suggest(name, LOGGERS)}")
     return name
 
 

@@ -17,11 +17,11 @@ from attempts import built, gpu
 from robust_train.features.speed.record import SpeedNote
 from robust_train.folder.state import RunState
 from robust_train.host import screen
-from robust_train.host.screen import LiveArea
+from robust_train.host.live_area import LiveArea
 from robust_train.model.attempt import Attempt
 from robust_train.model.spec import AttemptSpec, Speed
 from robust_train.report.status import status_lines
-from terminal_screen import lines_shown
+from terminal_screen import showing_lines
 
 GROUP = (gpu(1, 20), gpu(2, 20))
 RUNNING = RunState(
@@ -130,11 +130,11 @@ def test_a_line_between_two_bars_stays_whole(terminal):
             bars = b"\router %d\n\rinner %d\x1b[A" % (number, number)
             screen.show(descriptor, bars, source="bars")
         seen = shown_on(reads)
-        assert lines_shown(seen, 80) == ["outer 2", "inner 2", "step 2"]
+        assert showing_lines(seen, 80) == ["outer 2", "inner 2", "step 2"]
         screen.show(descriptor, b"a line\n")
         screen.show(descriptor, bars, source="bars")
     seen += shown_on(reads)
-    shown = [line for line in lines_shown(seen, 80) if line]
+    shown = [line for line in showing_lines(seen, 80) if line]
     assert shown == ["outer 2", "inner 2", "a line", "outer 2", "inner 2"]
 
 
@@ -153,11 +153,11 @@ def test_output_scrolls_above_the_status(terminal, columns):
         area.show([Text("running"), Text("step 2")])
         seen = shown_on(reads)
         whole = ["a line", "x" * columns, "y"]
-        assert lines_shown(seen, columns) == [*whole, " 20%|##", "running", "step 2"]
+        assert showing_lines(seen, columns) == [*whole, " 20%|##", "running", "step 2"]
         screen.show(descriptor, b"\r100%|##########\n", source="bar")
-        screen.settle(descriptor, source="bar")
+        screen.end_line(descriptor, source="bar")
     seen += shown_on(reads)
-    assert [line for line in lines_shown(seen, columns) if line] == [*whole, "100%|##########"]
+    assert [line for line in showing_lines(seen, columns) if line] == [*whole, "100%|##########"]
     assert "\x1b[?25l" not in seen, "who is killed cannot bring the cursor back"
 
 
@@ -172,7 +172,7 @@ def test_a_terminal_that_became_narrower_keeps_its_lines(terminal):
         area.show([Text("s" * 30)])
         seen = shown_on(reads)
     reflowed = "a line\r\n\r\n" + "s" * 40 + "\r\n" + "s" * 30 + "\x1b[2A\r"
-    assert lines_shown(reflowed + seen, 40) == ["a line", "", "s" * 30]
+    assert showing_lines(reflowed + seen, 40) == ["a line", "", "s" * 30]
 
 
 def test_the_status_goes_on_where_somebody_reads_again(terminal):
@@ -208,7 +208,7 @@ def test_the_shells_last_lines_are_left_alone(terminal, monkeypatch):
             assert shown_on(reads) == "a line\r\n"
         area.show([Text("step 3")])
         seen = shown_on(reads)
-        assert lines_shown("$ fg\r\n" + seen, 80) == ["$ fg", "", "step 3"]
+        assert showing_lines("$ fg\r\n" + seen, 80) == ["$ fg", "", "step 3"]
         monkeypatch.setattr(*of_the_shell)
     assert "\x1b" not in shown_on(reads)
 
@@ -223,8 +223,8 @@ def test_ctrl_z_leaves_the_shell_no_status(terminal, monkeypatch):
             screen.show(descriptor, b"loss 0.5")
             area.show([Text("running"), Text(f"step {step}")])
             signal.raise_signal(signal.SIGTSTP)
-            shown = lines_shown(shown_on(reads) + "[1]+  Stopped\r\n$", 80)
-            said = "stopped by Ctrl-Z: training continues meanwhile; fg shows it again"
+            shown = showing_lines(shown_on(reads) + "[1]+  Stopped\r\n$", 80)
+            said = "stopped by Ctrl-Z: training continues in the meantime; fg shows it again"
             assert shown == ["loss 0.5", said, "[1]+  Stopped", "$"]
     assert stopped == [(os.getpid(), signal.SIGTSTP)] * 2
     assert signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL

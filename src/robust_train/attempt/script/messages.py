@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from robust_train.files import plain
+from robust_train.files import to_plain
 from robust_train.host.linux import release_blocks
 from robust_train.model import events
 
@@ -72,7 +72,7 @@ def parse(line: str) -> events.Event | Result:
     if not isinstance(data, dict) or not isinstance(data.get("event"), str):
         raise NotUnderstoodError('not an object with a name under "event"')
     name = data["event"]
-    fields = {key: plain(value) for key, value in data.items() if key not in _ADDED_FIELDS}
+    fields = {key: to_plain(value) for key, value in data.items() if key not in _ADDED_FIELDS}
     if name in _DOCUMENTED:
         return _parse_documented(name, fields)
     if name == "result":

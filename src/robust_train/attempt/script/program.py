@@ -26,11 +26,11 @@ from robust_train.attempt.run import Run
 from robust_train.host.linux import (
     TICK_SECONDS,
     become_subreaper,
-    children,
     collect,
+    describe_processes,
     is_fork,
     kill_descendants,
-    named,
+    list_children,
     signal_at_parents_death,
 )
 from robust_train.model.errors import ConfigError
@@ -62,7 +62,7 @@ class Program:
     ) -> None:
         become_subreaper()
         self._stop_signal = stop_signal
-        self._not_ours = {child.pid for child in children()}
+        self._not_ours = {child.pid for child in list_children()}
         self._asked: set[int] = set()
         self.has_ended_by_itself = False
         program = Path(argv[0])
@@ -141,7 +141,7 @@ class Program:
         """Return the running processes of the script: itself and its orphaned descendants. Those
         that have ended are collected."""
         self._process.poll()
-        pids = {child.pid for child in children()} - self._not_ours
+        pids = {child.pid for child in list_children()} - self._not_ours
         return [pid for pid in pids if pid == self.pid or collect(pid)]
 
     def _warn_of_background_programs(self, left: Sequence[int]) -> None:
@@ -155,13 +155,13 @@ class Program:
             log.warning(
                 "the script ended while %s still ran, which is ended too: let the script wait for "
                 "it (without &, or with wait); --detach is for the background",
-                named(map(psutil.Process, left)),
+                describe_processes(map(psutil.Process, left)),
             )
 
     def _ask_to_stop(self, pids: Sequence[int]) -> None:
         """Send the stop signal once to each of these processes. Suspended processes get SIGCONT
         first, because they would not handle the signal."""
-        descendants = children(recursive=True)
+        descendants = list_children(recursive=True)
         if self._stop_signal == signal.SIGINT:
             # A shell ends by SIGINT only if the program that it runs does.
             pids = [*pids, *_run_by_shells(descendants)]

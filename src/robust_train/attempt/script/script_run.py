@@ -33,7 +33,7 @@ from robust_train.config.placeholders import (
     SplitRule,
     value_from,
 )
-from robust_train.files import LineFile, plain
+from robust_train.files import LineFile, to_plain
 from robust_train.folder.trackers import TrackerNote
 from robust_train.model import events
 
@@ -157,7 +157,7 @@ def line_writer(path: Path) -> ReportLine:
     def report(event: dict[str, events.Json]) -> None:
         # A launcher that has ended, or a full disk, must not end the script.
         with contextlib.suppress(OSError):
-            file.append((json.dumps(event, default=plain) + "\n").encode())
+            file.append((json.dumps(event, default=to_plain) + "\n").encode())
 
     return report
 

@@ -18,7 +18,7 @@ from robust_train.attempt.live import LiveAttempt
 from robust_train.attempt.losses import COMPUTED, GIVEN, LossWatch
 from robust_train.features.divergence.model import DivergenceKeys
 from robust_train.features.divergence.record import DivergedFinding, RepeatFinding
-from robust_train.files import plain
+from robust_train.files import to_plain
 from robust_train.model.errors import TrainingDiverged
 from robust_train.model.events import UpdateSkipped
 from robust_train.model.failure import Evidence, Failure, FailureKind
@@ -177,7 +177,7 @@ class Guard(LossWatch):
             if earlier is not None:
                 self._look_at(*earlier)
             return
-        figure = plain(loss)
+        figure = to_plain(loss)
         if isinstance(figure, (int, float)):
             self._look_at(step, figure)
 

@@ -24,7 +24,7 @@ class DivergenceKeys(FeatureKeys):
     group: ClassVar[str] = "divergence"
     action: str = key(
         "recover",
-        "`recover`: go back, with a lower learning rate if need be; `ignore`: train on",
+        "`recover`: go back, with a lower learning rate if necessary; `ignore`: continue",
         more="([diverged](recovery.md#diverged))",
         choices=("recover", "ignore"),
     )
@@ -36,7 +36,7 @@ class DivergenceKeys(FeatureKeys):
     )
     spike_sigma: float = key(
         0.0,
-        "a loss so many standard deviations above its running median is bad too; `0`: none is",
+        "a loss this many standard deviations above its running median is bad too; `0`: off",
         more="In ten times `patience` reports in a row",
         range=FROM_0,
     )

@@ -18,7 +18,7 @@ class FewerGpusKeys(FeatureKeys):
 
     min_num_gpus: int | None = key(
         None,
-        "continue with as few GPUs as this if there are no more in time; `null`: never fewer",
+        "smallest number of GPUs to continue with if fewer are free in time; `null`: `num_gpus`",
         more="At the start or after one has failed, at the same effective batch",
         range=FROM_1,
     )

@@ -21,7 +21,7 @@ class CacheKeys(FeatureKeys):
         10, "steps between checks of the CUDA cache; `0`: never", range=FROM_0
     )
     empty_cache_threshold: float = key(
-        0.5, "share of the cache that must be unused for it to be emptied", range=SHARE
+        0.5, "share of the cache that must be unused before it is emptied", range=SHARE
     )
     clear_on_start: bool = key(True, "empty the CUDA cache at the start")
 
@@ -33,7 +33,7 @@ class ClearKeys(FeatureKeys):
     group: ClassVar[str] = "memory"
     clear_after: tuple[str, ...] = key(
         CLEARED_AFTER,
-        "empty it after a `save`, an `epoch`; clear a failed trainer's frames after a `failure`",
+        "empty it after a `save` or an `epoch`; after a `failure`, clear the trainer's frames",
         more="Without `failure` they are left to a debugger",
         accepts="list",
         read=cleared_after,
@@ -45,4 +45,4 @@ class SnapshotKeys(FeatureKeys):
     """``memory.snapshot_on_oom``."""
 
     group: ClassVar[str] = "memory"
-    snapshot_on_oom: bool = key(True, "when memory runs out, record what fills it")
+    snapshot_on_oom: bool = key(True, "when memory runs out, record the allocations that fill it")

@@ -32,6 +32,6 @@ class Notifications(InLauncher):
         The end is already recorded: a signal cuts the last deliveries short and changes nothing
         else.
         """
-        with self.job.signals.handed_to(lambda signum: self._notifier.hurry()):
+        with self.job.signals.hand_signals_to(lambda signum: self._notifier.hurry()):
             self._notifier.poll(self.job.state)
             self._notifier.finish()

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from robust_train import compat
 from robust_train.attempt.hooks import InAttempt
 from robust_train.attempt.live import LiveAttempt
-from robust_train.config.projects import Words
 from robust_train.config.schema import RobustConfig
+from robust_train.config.words import Words
 from robust_train.folder.requests import LAUNCHERS_VERB, RefusedError, Reply, Request, find_requests
 from robust_train.memory.in_use import memory_in_use
 from robust_train.memory.reports import perform

@@ -33,7 +33,7 @@ class RetryKeys(FeatureKeys):
     group: ClassVar[str] = "retry"
     rules: tuple[RetryRule, ...] = key(
         (),
-        "your own rules, before ours: what to do after an exit code, message or exception",
+        "your own reactions to an exit code, message or exception; they precede ours",
         more="([recovery](recovery.md#your-own-rules))",
         accepts="list",
         written=[],

@@ -8,7 +8,7 @@ from typing import Any
 
 from robust_train.model.errors import ConfigError
 from robust_train.model.spec import RetryRule
-from robust_train.readable import meant
+from robust_train.readable import suggest
 
 _ACTIONS = ("retry", "stop", "exclude_gpu", "smaller_batch")
 _CONDITIONS = ("exit_code", "message", "exception")
@@ -28,13 +28,13 @@ def _rule(name: str, given: Any) -> RetryRule:
         raise ConfigError(f"{name}={given}: must be a mapping like {_EXAMPLE}")
     for part in given:
         if part not in _TYPES:
-            raise ConfigError(f"{name}.{part}: no such key; {meant(str(part), _TYPES)}")
+            raise ConfigError(f"{name}.{part}: no such key; {suggest(str(part), _TYPES)}")
     rule = {str(part): value for part, value in given.items() if value is not None}
     if not set(_CONDITIONS).intersection(rule):
         raise ConfigError(f"{name}: needs one of {', '.join(_CONDITIONS)}, as in {_EXAMPLE}")
     then = rule.get("then", "…")
     if then not in _ACTIONS:
-        raise ConfigError(f"{name}.then={then}: no such action; {meant(str(then), _ACTIONS)}")
+        raise ConfigError(f"{name}.then={then}: no such action; {suggest(str(then), _ACTIONS)}")
     for part, value in rule.items():
         is_positive = value > 0 if type(value) is int else bool(value)
         if type(value) is not _TYPES[part] or not is_positive:

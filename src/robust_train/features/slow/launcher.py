@@ -13,7 +13,7 @@ from robust_train.features.slow.model import MUCH, hindrances, lost_share
 from robust_train.features.slow.record import Slow
 from robust_train.gpu.inventory import close_session, read_inventory
 from robust_train.gpu.processes import CudaProcess, list_cuda_processes
-from robust_train.host.linux import children
+from robust_train.host.linux import list_children
 from robust_train.launcher.hooks import InLauncher, JobView, Pause
 from robust_train.model.attempt import Attempt
 from robust_train.model.events import Event, MicroBatchChanged, SpeedMeasured
@@ -153,7 +153,7 @@ def _computing(gpus: Group) -> tuple[dict[int, GpuInfo], list[CudaProcess], list
     close_session()  # an open session blocks a reset of any GPU
     uuids = {gpu.uuid for gpu in gpus}
     here = {gpu.index: gpu for gpu in inventory.gpus if gpu.uuid in uuids}
-    pids = {child.pid for child in children(recursive=True)}
+    pids = {child.pid for child in list_children(recursive=True)}
     listed, _ = list_cuda_processes(inventory)
     ours = [process for process in listed if process.pid in pids]
     return here, ours, [process for process in listed if process not in ours]

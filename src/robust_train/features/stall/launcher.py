@@ -39,7 +39,7 @@ from robust_train.features.stall.record import Stalled, StallWarning
 from robust_train.gpu.bounded import printed_by
 from robust_train.gpu.inventory import close_session, read_inventory
 from robust_train.gpu.processes import is_shared
-from robust_train.host.linux import children
+from robust_train.host.linux import list_children
 from robust_train.host.signals import DUMP_STACKS
 from robust_train.launcher.hooks import End, InLauncher, Watch
 from robust_train.model.attempt import Attempt
@@ -55,7 +55,7 @@ from robust_train.model.events import (
     UserEvent,
 )
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
-from robust_train.readable import duration, shortened
+from robust_train.readable import duration, shorten
 
 log = logging.getLogger("robust_train")
 
@@ -249,7 +249,7 @@ class StallWatch(Watch):
             return False
         gpus = read_inventory().gpus
         close_session()  # an open one blocks a reset of any GPU
-        ours = {os.getpid()} | {process.pid for process in children(recursive=True)}
+        ours = {os.getpid()} | {process.pid for process in list_children(recursive=True)}
         return any(
             (gpu.utilization_percent or 0) >= _GPU_PERCENT and not is_shared(gpu, ours)
             for gpu in gpus
@@ -326,7 +326,7 @@ def dump_stacks(
                 command = shlex.join(process.cmdline())
                 if not command:
                     command = process.name()
-                command = shortened(command, 100)
+                command = shorten(command, 100)
                 print(f"process {process.pid} ({command}, {_status(process)})", file=file)
                 if time.monotonic() < until:
                     file.writelines(f"{line}\n" for line in _threads(process))
