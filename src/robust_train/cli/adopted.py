@@ -21,8 +21,8 @@ def call_task(task: Callable[..., Any], cfg: Any, run: Run) -> Any:
     name = lightning_of(cfg)
     if name:
         importlib.import_module(name)  # the name under which our `fit` will use it
-        from robust_train.integrations.lightning import adopted_fit
+        from robust_train.integrations.lightning import adopt_fit
 
-        adopted = adopted_fit(config, run)
+        adopted = adopt_fit(config, run)
     with adopted:
         return call_with_run(task, cfg, run)

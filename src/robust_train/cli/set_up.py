@@ -89,12 +89,12 @@ def report(arguments: Namespace) -> Answer:
     from robust_train.report.html import FILE_NAME, job_page, save
     from robust_train.report.sources import read_sources
     from robust_train.report.story import story_of
-    from robust_train.sweep.page import sweep_page, sweep_story_of
+    from robust_train.sweep.page import read_sweep_story, sweep_page
 
     which = arguments.which
     sweep = sweep_at(which)
     folder = sweep if sweep is not None else _run_folder(which)
-    story = sweep_story_of(folder) if sweep is not None else story_of(read_sources(folder))
+    story = read_sweep_story(folder) if sweep is not None else story_of(read_sources(folder))
     if isinstance(story, Story) and story.status == "empty":
         problem = (
             f"neither a run folder (with journal.jsonl) nor a sweep folder (with {SWEEP_FILE})"

@@ -282,7 +282,7 @@ def _exit_code_of(
     """Print a user's mistake in one line, and return its exit code. None for other errors."""
     from robust_train.cli import jobs
     from robust_train.config.refusals import REFUSALS, exit_code_of
-    from robust_train.sweep.checks import known_problem
+    from robust_train.sweep.checks import explain_plugin_error
     from robust_train.sweep.session import session
 
     frames = traceback.walk_tb(error.__traceback__)
@@ -293,7 +293,7 @@ def _exit_code_of(
     if isinstance(error, REFUSALS):
         print(explained(error), file=standard_error())
         return exit_code_of(error)
-    problem = known_problem(error)
+    problem = explain_plugin_error(error)
     if problem:
         print(problem[0], file=standard_error())
         return session.exit_code if session.exit_code else problem[1]
