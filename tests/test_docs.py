@@ -27,7 +27,7 @@ from robust_train.config.checks import checked
 from robust_train.folder.state import Summary
 from robust_train.model.attempt import Attempt
 from robust_train.model.spec import AttemptSpec
-from robust_train.sweep.record import Status, SweepJob, SweepTable, row_of
+from robust_train.sweep.record import Status, SweepJob, SweepTable, build_row
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
@@ -130,7 +130,7 @@ def test_the_recipe_reads_a_sweep_into_pandas(tmp_path):
         Summary("completed", path, result=result, attempts=(attempt,)).write()
         own = SweepJob(number, (f"training.lr=0.{number}",), "id")
         own.write(path)
-        rows.append(row_of(own, path))
+        rows.append(build_row(own, path))
     rows.append(SweepJob(2, ("training.lr=0.2",), "id", Status.NOT_STARTED))
     SweepTable("id", "gpu_queue", Status.ENDED, 0, 9.0, tuple(rows)).write(folder)
     command = [sys.executable, "-c", code]

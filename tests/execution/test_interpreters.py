@@ -13,7 +13,7 @@ import pytest
 
 import warm
 from robust_train.children.interpreters import Interpreters, request_imports
-from robust_train.host.linux import readable
+from robust_train.host.linux import wait_until_readable
 from robust_train.host.wire import EventSender, read_events
 from robust_train.launcher.process import has_room_for_standby
 from robust_train.model.events import Prepared
@@ -85,7 +85,7 @@ def test_a_useless_interpreter_ends_in_silence(interpreters):
     """No one has read its answer."""
     one = interpreters.start()
     one.prepare(request_imports(()))
-    assert readable([one.channel.fileno()], 60.0)
+    assert wait_until_readable([one.channel.fileno()], 60.0)
     one.channel.close()
     wait_until(lambda: interpreters.poll() or not one.is_running, "its end is reported")
     interpreters.forget(one)

@@ -191,10 +191,10 @@ def test_changes_of_the_effective_batch_are_refused(tmp_path, options, given, ac
 
 
 def test_forked_ranks_keep_lightnings_own_fit(tmp_path, caplog):
-    from robust_train.integrations.lightning import adopted_fit
+    from robust_train.integrations.lightning import adopt_fit
 
     trainer = _trainer(tmp_path, devices=2, strategy="ddp_fork")
-    with adopted_fit(framework_config(4), Run(run_dir=tmp_path)):
+    with adopt_fit(framework_config(4), Run(run_dir=tmp_path)):
         model = _Line()
         before = model.layer.weight.item()
         trainer.fit(model, _loader(4))
@@ -204,7 +204,7 @@ def test_forked_ranks_keep_lightnings_own_fit(tmp_path, caplog):
 
 def test_the_first_fit_that_trains_is_ours(tmp_path, caplog):
     """Not a tuner's; a later one is Lightning's own, and its checkpoints are not the job's."""
-    from robust_train.integrations.lightning import adopted_fit
+    from robust_train.integrations.lightning import adopt_fit
 
     class HasItsData(_Line):
         lr = 0.1
@@ -212,7 +212,7 @@ def test_the_first_fit_that_trains_is_ours(tmp_path, caplog):
 
     run, model = WatchedRun(tmp_path), HasItsData()
     trainer = _trainer(tmp_path, enable_checkpointing=True)
-    with adopted_fit(framework_config(4, 2), run):
+    with adopt_fit(framework_config(4, 2), run):
         lightning.pytorch.tuner.Tuner(trainer).lr_find(model, num_training=2)
         assert not run.saved_at
         trainer.fit(model)
@@ -267,7 +267,7 @@ def test_lightning_by_its_other_name_is_adopted_too(tmp_path):
             if name.startswith(("lightning.", "robust_train.integrations.")):
                 del sys.modules[name]
         other = importlib.import_module("pytorch_lightning")
-        adopted_fit = importlib.import_module("robust_train.integrations.lightning").adopted_fit
+        adopt_fit = importlib.import_module("robust_train.integrations.lightning").adopt_fit
 
         class Line(other.LightningModule):
             def __init__(self):
@@ -281,7 +281,7 @@ def test_lightning_by_its_other_name_is_adopted_too(tmp_path):
         for size in (8, 4):
             model, run = Line(), WatchedRun(tmp_path, resume=saved)
             live_of(run).parts.split_by(MicroBatchPlan(size))
-            with adopted_fit(framework_config(size, 8 // size), run):
+            with adopt_fit(framework_config(size, 8 // size), run):
                 where = {"accelerator": "cpu", "devices": 1, "max_epochs": 1}
                 other.Trainer(**where, **QUIET, default_root_dir=tmp_path).fit(model, _loader(size))
             saved = saved or run.saved_at[1]

@@ -226,7 +226,7 @@ def test_metrics_are_those_of_whole_batches(tmp_path, caplog):
     lines = {r.getMessage() for r in caplog.records if "reduce_fx" in r.getMessage()}
     assert len(lines) == 4, "of two maxima over samples in training and validation"
     assert all("_far'" in line or "_hardest'" in line for line in lines)
-    assert all("not of a mean" in line for line in lines)
+    assert all("not for a mean" in line for line in lines)
     # the mean of an accuracy's parts is the batch's, that of F1 scores is not
     steps = {r.getMessage() for r in caplog.records if "on_step=True" in r.getMessage()}
     names = {line.partition(",")[0] for line in steps}
@@ -325,7 +325,7 @@ def test_unaccumulated_manual_optimization_keeps_its_batch(tmp_path, caplog):
     model = _StepsInEachBatch(Fuse("forward", 3))
     with pytest.raises((RuntimeError, MemoryError), match=RUN_OUT):
         Fitted(tmp_path, model, batch_size=8)
-    assert "Lightning: where memory runs out, a new attempt has the same batch" in caplog.text
+    assert "Lightning: if memory runs out, a new attempt has the same batch" in caplog.text
 
 
 class _KeepsGradients(Net):
@@ -359,12 +359,12 @@ class _Scaled(Net):
 def _is_run_by(strategy, monkeypatch):
     """Trainers look like that strategy's: neither runs without a GPU."""
     kind = getattr(lightning.pytorch.strategies, strategy)
-    inner = lightning_step.why_not
+    inner = lightning_step.find_obstacle
 
-    def why_not(trainer, model):
+    def find_obstacle(trainer, model):
         return inner(SimpleNamespace(strategy=kind.__new__(kind)), model)
 
-    monkeypatch.setattr(lightning_step, "why_not", why_not)
+    monkeypatch.setattr(lightning_step, "find_obstacle", find_obstacle)
 
 
 def _captures_graphs(kind, monkeypatch):

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
 
-from robust_train.integrations.lightning_callback import LightningPosition
+from robust_train.integrations.lightning_position import LightningPosition
 from robust_train.integrations.sample_order import SampleOrder, StepShares, take_over
 from robust_train.model.errors import UserError
 
@@ -78,11 +78,11 @@ class _Endless(torch.utils.data.IterableDataset):
         ([1, 2], "is a list"),
         (DataLoader(_Endless(), 4), "needs a map-style data set"),
         (DataLoader(range(8), batch_sampler=[[0, 1]]), "needs a map-style data set"),
-        (DataLoader(range(3), 4, drop_last=True), "3 samples make no step of 4"),
+        (DataLoader(range(3), 4, drop_last=True), "3 samples are too few for a step of 4"),
         (DataLoader(range(8), 5), "makes batches of 5, but this attempt uses 4"),
         (
             DataLoader(range(8), 4, sampler=DistributedSampler(range(8), num_replicas=2, rank=0)),
-            "a DistributedSampler of your own divides",
+            "its DistributedSampler divides",
         ),
     ],
 )
@@ -107,7 +107,7 @@ def test_any_split_has_the_same_samples(length, micro_batch, accumulation, ranks
     shares = [StepShares(micro_batch, accumulation, rank, ranks) for rank in range(ranks)]
     assert list(shares[0].steps(length)) == list(whole.steps(length))
     for step in whole.steps(length):
-        own = [one.own(step) for one in shares]
+        own = [one.share(step) for one in shares]
         assert set().union(*own) == set(step)
         # all ranks come to their collectives equally often
         assert len({-(-len(mine) // micro_batch) for mine in own}) == 1
@@ -121,7 +121,7 @@ def test_every_sample_of_a_step_counts_the_same(length, micro_batch, accumulatio
         counted = dict.fromkeys(step, 0.0)
         for rank in range(ranks):
             shares = StepShares(micro_batch, accumulation, rank, ranks)
-            mine = shares.own(step)
+            mine = shares.share(step)
             for number, start in enumerate(range(0, len(mine), micro_batch)):
                 part = mine[start : start + micro_batch]
                 weight = shares.weight(step, number)
@@ -143,7 +143,7 @@ def test_a_changed_effective_batch_ends_like_frameworks(
     steps = list(shares.steps(length, start))
     assert [sample for step in steps for sample in step] == list(range(start, length))
     position = LightningPosition(samples=start, epoch_samples=length)
-    done = position.batches_done(shares.at_once)
+    done = position.count_done(shares.at_once)
     for step in steps[:-1]:
         done += shares.micro_batches(step)
         assert done % accumulation == 0

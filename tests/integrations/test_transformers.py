@@ -63,7 +63,7 @@ def test_models_that_can_checkpoint_gradients_do(tmp_path, monkeypatch, caplog):
     _fit(tmp_path / "off", cfg)
     cfg.training.gradient_checkpointing = True
     _fit(tmp_path / "cannot", cfg)
-    assert "gradient_checkpointing: this model has none" in caplog.text
+    assert "gradient_checkpointing: has no effect" in caplog.text
     monkeypatch.setattr(_Line, "supports_gradient_checkpointing", True, raising=False)
     for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
         turn_on = lambda self, **options: turned_on.append(self)  # noqa: E731
@@ -131,7 +131,7 @@ def test_custom_batches_are_warned_of_before_resuming(tmp_path, caplog):
     _, _, run = _fit(tmp_path / "whole", framework_config(8), kind=_OwnBuckets)
     assert "of the _Buckets" not in caplog.text
     _fit(tmp_path / "rest", framework_config(4, 2), run.saved_at[4], kind=_OwnBuckets)
-    assert "Trainer: passes over as many batches of the _Buckets" in caplog.text
+    assert "Trainer: skips as many batches of the _Buckets" in caplog.text
 
 
 def test_the_last_step_waits_for_room(tmp_path):

@@ -23,9 +23,7 @@ transformers = pytest.importorskip(
 )
 accelerate = pytest.importorskip("accelerate", reason="the extra [transformers] is not installed")
 
-from robust_train.integrations import steering as in_step_of  # noqa: E402
-from robust_train.integrations import transformers_step  # noqa: E402
-from robust_train.integrations.steering import InStep  # noqa: E402
+from robust_train.integrations import step_recovery, transformers_loss, transformers_step  # noqa: E402
 
 
 class Tagger(torch.nn.Module):
@@ -148,7 +146,7 @@ def test_a_loss_without_counts_keeps_its_weight(tmp_path, trainer, asked, caplog
     caplog.set_level("INFO", "robust_train")
     job = {"trainer": trainer, "count": 24, "collator": _with_a_class, "optim": "sgd"}
     whole = Fitted(tmp_path, Classifier(Fuse(), sums=True), asked, **job)
-    assert "are weighted as" not in caplog.text
+    assert "weights them like" not in caplog.text
     for size in (2, 1):
         fuse = Fuse("forward", 3 * 8 // size, fits=1)  # the last steps are repeated as well
         halved = Fitted(tmp_path, Classifier(fuse, sums=True), size, asked=asked, **job)
@@ -158,9 +156,10 @@ def test_a_loss_without_counts_keeps_its_weight(tmp_path, trainer, asked, caplog
         for one, other in zip(halved.others, whole.others, strict=True):
             assert one == pytest.approx(other, abs=1e-5)
         assert halved.result["eval_loss"] == pytest.approx(whole.result["eval_loss"], abs=1e-6)
-    lines = [r.getMessage() for r in caplog.records if "are weighted as" in r.getMessage()]
+    lines = [r.getMessage() for r in caplog.records if "weights them like" in r.getMessage()]
     assert len(lines) == 2
-    assert f"first {8 // asked} × {asked}, now that there are 4 × 2" in lines[0]
+    assert "this attempt has 4 × 2 samples in a step" in lines[0]
+    assert f"like the requested {8 // asked} × {asked}." in lines[0]
 
 
 def test_losses_by_count_agree_in_all_attempts(tmp_path):
@@ -277,7 +276,7 @@ def test_two_samples_without_labels_show_a_mean_too(tmp_path):
     trainer = transformers.Trainer(
         model, transformers.TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
     )
-    loss = transformers_step.TrainersLoss(trainer)
+    loss = transformers_loss.TrainersLoss(trainer)
     x = torch.zeros(4, 6, dtype=torch.int64)
     data = {"x": x, "labels": torch.cat([x[:2] - 100, x[:2]])}
     assert not loss.adds_up(model, data, torch.tensor(12))
@@ -295,13 +294,13 @@ def test_a_parts_items_are_the_trainers_count(tmp_path, kind, name):
         kind(Fuse(), sums=True),
         transformers.TrainingArguments(str(tmp_path), report_to="none", use_cpu=True),
     )
-    loss = transformers_step.TrainersLoss(trainer)
+    loss = transformers_loss.TrainersLoss(trainer)
     data = transformers.default_data_collator(samples(5))
     everywhere = data["labels"].ne(-100).sum()
     data[name] = data["labels"].clone()
     data[name][0, 0] = -100
     count = trainer._get_num_items_in_batch([data], torch.device("cpu"))
-    assert loss.items(trainer.model, data, count) == count
+    assert loss.count_items(trainer.model, data, count) == count
     assert everywhere - count == (5 if (kind, name) == (Shifting, "labels") else 1)
 
 
@@ -322,10 +321,10 @@ def test_an_evaluation_repeats_the_failed_batch(tmp_path):
 
 def _ends_where_its_parts_communicate(folder):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    in_step_of.ranks = SimpleNamespace(here=lambda: "others")
+    step_recovery.ranks = SimpleNamespace(here=lambda: "others")
     lines: list[str] = []
-    in_step = InStep(Run(run_dir=folder), "transformers")
-    in_step.say = lines.append
+    recovery = step_recovery.StepRecovery(Run(run_dir=folder), "transformers")
+    recovery.warn_once = lines.append
     sizes: list[int] = []
 
     def body(part):
@@ -334,7 +333,7 @@ def _ends_where_its_parts_communicate(folder):
         allocate(len(part), 2)
 
     try:
-        in_step.evaluate(torch.nn.Linear(1, 1), {"x": torch.zeros(4, 1)}, body)
+        recovery.evaluate(torch.nn.Linear(1, 1), {"x": torch.zeros(4, 1)}, body)
     except (MemoryError, RuntimeError) as error:
         return [*lines, str(error), sizes]
     return []
@@ -406,7 +405,7 @@ _GRAPHS = ("args", {"torch_compile": True, "torch_compile_mode": "reduce-overhea
     [
         ({"collator": _with_a_number}, None, r"batch\['temperature'\] has 0"),
         ({"trainer": _OwnBackward}, None, "does not call self.accel"),
-        ({"trainer": _OwnBatches}, None, "batches of its own"),
+        ({"trainer": _OwnBatches}, None, "makes its own batches"),
         ({"collator": _packed}, None, "packed into one"),
         ({}, _DEEPSPEED, "is run by DEEPSPEED"),
         ({}, _FSDP, "is run by FSDP"),

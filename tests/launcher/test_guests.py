@@ -17,7 +17,7 @@ import torch.distributed as dist
 import warm
 from guest_trainers import undisturbed
 from robust_train.host.engine import first_host, guest_rank
-from robust_train.host.votes import StoreVotes
+from robust_train.host.store_votes import StoreVotes
 from robust_train.launcher.rank_ends import RankEnd
 from robust_train.launcher.rank_failures import find_cause
 from robust_train.model.errors import ConfigError

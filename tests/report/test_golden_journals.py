@@ -10,7 +10,7 @@ from golden.told import told
 from robust_train.report.html import job_page
 from robust_train.report.sources import read_sources
 from robust_train.report.story import story_of
-from robust_train.sweep.page import sweep_page, sweep_story_of
+from robust_train.sweep.page import read_sweep_story, sweep_page
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FOLDERS = sorted(journal.parent for journal in GOLDEN.rglob("journal.jsonl"))
@@ -34,7 +34,7 @@ def test_a_recorded_run_is_told_as_expected(folder):
 
 def test_a_recorded_sweeps_page_shows_each_loss():
     """Each job has its own."""
-    sweep = sweep_story_of(GOLDEN / "sweep")
+    sweep = read_sweep_story(GOLDEN / "sweep")
     assert sweep.sentence.startswith("2 of 2 completed in ")
     page = sweep_page(sweep)
     assert re.search(r"\d s on the CPU\.", page)

@@ -70,7 +70,7 @@ def test_a_job_that_writes_nothing_has_started(sweeps):
     ("swept", "reason"),
     [
         ("training.lr=0.1,hello", "training.lr=hello"),
-        ("hydra.sweep.subdir=.", "hydra.sweep.subdir=.: each job needs a run folder of its own"),
+        ("hydra.sweep.subdir=.", "hydra.sweep.subdir=.: each job needs its own run"),
         ("hydra.launcher.n_jobs=0", "hydra.launcher.n_jobs=0: must be 1 or more"),
     ],
 )

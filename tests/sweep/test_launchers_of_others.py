@@ -52,7 +52,7 @@ def test_the_slurm_launcher_needs_slurm(sweeps):
     """It is refused in one line."""
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="the extra [slurm]")
     ended = sweeps.sweep("objective", "seed=1,2", "hydra/launcher=robust_slurm")
-    ended.was_refused(["hydra/launcher=submitit_slurm: no srun here"])
+    ended.was_refused(["hydra/launcher=submitit_slurm: srun is not installed here"])
 
 
 @pytest.mark.parametrize(

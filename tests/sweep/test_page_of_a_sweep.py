@@ -7,7 +7,7 @@ from dataclasses import replace
 from journals import COMPLETED, STARTED, Journal
 from robust_train.folder.state import Summary
 from robust_train.model.events import JobEnded, TrainingStarted, ValueReported
-from robust_train.sweep.page import sweep_page, sweep_story_of
+from robust_train.sweep.page import read_sweep_story, sweep_page
 from robust_train.sweep.record import SweepJob, SweepTable
 
 
@@ -40,14 +40,14 @@ def test_gpu_hours_include_all_launches(tmp_path):
         attempts = (journal.attempts[1],)
         Summary(status, folder, "why", value, seconds, 0.0, attempts=attempts).write()
     SweepTable("id", "gpu_queue", "ended", 1, 9000.0, repeat=2).write(tmp_path)
-    story = sweep_story_of(tmp_path)
+    story = read_sweep_story(tmp_path)
     assert [job.row.job for job in story.jobs] == [0, 1, 2, 3]
     assert (
         story.sentence
         == "2 of 4 completed, 1 failed, 1 pruned in 2 h 30 min. The largest result is the best."
     )
     page = sweep_page(story)
-    text = "5.5 GPU-hours, 0.5 of them in pruned jobs; to prune them saved about 1.5."
+    text = "5.5 GPU-hours, 0.5 of them in pruned jobs; pruning saved about 1.5."
     assert text in page
     curves, over_lr, over_seed = charts_of(page)
     assert [(line["name"], line["is_lost"]) for line in curves["lines"]] == [

@@ -226,12 +226,12 @@ def test_an_unusable_setting_is_one_line(given, line):
     ],
 )
 def test_the_search_space_has_hydras_syntax(override, expected):
-    from robust_train.sweep.search import distribution
+    from robust_train.sweep.search import build_distribution
 
     parse = OverridesParser.create().parse_override
-    assert str(distribution(parse(override))) == expected
+    assert str(build_distribution(parse(override))) == expected
     with pytest.raises(ConfigError, match="an interval has two ends"):
-        distribution(parse("x=interval(1,inf)"))
+        build_distribution(parse("x=interval(1,inf)"))
 
 
 def test_a_pruned_trial_leaves_a_checkpoint(sweeps):
@@ -268,10 +268,10 @@ def test_a_search_reports_changed_and_unreadable_files(tmp_path, caplog):
         return Search(queue, swept, list(fixed), [["seed=1"]], SweeperSettings(sampler=sampler))
 
     search = begin("first", "a=1", "b=2")
-    number, overrides = search.next()
+    number, overrides = search.take_next()
     row = SweepJob(number, tuple(overrides), "first", "completed", 0, result=0.5, trial=0)
     row.write(tmp_path / "0")
-    search.ended(row)
+    search.record_end(row)
     begin("second", "b=2", "a=1", "resume=true")
     assert caplog.text == ""
     begin("third", "a=3", "b=2")
@@ -312,4 +312,4 @@ def test_figures_with_the_opposite_direction_are_omitted(tmp_path, caplog, mode,
     reports = Reports(mode)
     reports.begin(4, tmp_path)
     assert reports.values == {4: seen or {1: 0.9, 2: 0.8, 3: 0.7}}
-    assert ("is not looked at" in caplog.text) is bool(mode)
+    assert ("it is ignored" in caplog.text) is bool(mode)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from robust_train.sweep.page import sweep_story_of
+from robust_train.sweep.page import read_sweep_story
 from sweep_world import processes_mentioning
 from world import is_running, wait_until
 
@@ -35,7 +35,7 @@ def test_a_stopped_sweep_resumes_by_its_command(sweeps):
     second = sweeps.sweep(*COMPLETES_1)
     in_use = f"folder {sweeps.folder} is in use by the job of "
     second.was_refused([in_use, f", pid {process.pid}, since ", "hydra.sweep.dir="])
-    assert sweep_story_of(sweeps.folder).sentence.endswith(" It is still running.")
+    assert read_sweep_story(sweeps.folder).sentence.endswith(" It is still running.")
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     ended = sweeps.end(process).with_code(130)
     assert "Traceback" not in ended.output

@@ -25,28 +25,29 @@ from robust_train.host.loggers import ShortLines
 from robust_train.host.signals import SignalWatch, signal_to_forward
 from robust_train.model.errors import ConfigError
 from robust_train.sweep import session
-from robust_train.sweep.checks import direction_of
-from robust_train.sweep.gpu_queue import jobs_at_once, start_job
+from robust_train.sweep.checks import find_direction
+from robust_train.sweep.job_process import start_job
 from robust_train.sweep.record import (
     SweepJob,
     SweepTable,
-    begun,
+    build_row,
     exit_code_of,
     link_outside,
     read_record,
     read_row,
     read_rows,
     read_table,
-    row_of,
+    start_record,
 )
+from robust_train.sweep.slots import choose_slots
 from robust_train.sweep.table import (
     as_csv,
     best_first,
-    point_table,
+    explain_unranked,
     screen_table,
+    seeds_table,
     tally,
     title,
-    unranked,
 )
 from simulated_nvml import Gpu
 from world import wait_until
@@ -78,7 +79,7 @@ PRUNED = replace(DONE, status="pruned")
 )
 def test_a_jobs_folder_decides_what_happens_next(earlier, overrides, sweep, resume, starts):
     own = SweepJob(3, tuple(overrides), sweep)
-    record, stays = begun(own, earlier, resume=resume)
+    record, stays = start_record(own, earlier, resume=resume)
     assert stays is (starts != "afresh")
     if starts == "reused":
         own = replace(own, status=earlier.status, exit_code=0, result=0.5, reused=True)
@@ -101,16 +102,16 @@ def test_a_jobs_folder_decides_what_happens_next(earlier, overrides, sweep, resu
 def test_room_decides_how_many_jobs_run(n_jobs, jobs, gpus, per_gpu, per_job, cpus, at_once):
     """This is the number of jobs at once."""
     config = RobustConfig(gpu_jobs_per_device=per_gpu, num_gpus=per_job)
-    assert jobs_at_once(config, n_jobs, jobs, gpus=gpus, cpus=cpus) == at_once
+    assert choose_slots(config, n_jobs, jobs, gpus=gpus, cpus=cpus) == at_once
 
 
 COUNT = """
 import psutil
 from robust_train.config.schema import RobustConfig
 from robust_train.gpu import inventory
-from robust_train.sweep.gpu_queue import read_memory
+from robust_train.sweep.slots import read_gpu_memory
 inventory.OPENING_SECONDS = 1.0
-print(len(read_memory(RobustConfig())), psutil.wait_procs(psutil.Process().children(), 9)[1])
+print(len(read_gpu_memory(RobustConfig())), psutil.wait_procs(psutil.Process().children(), 9)[1])
 """
 
 
@@ -249,7 +250,7 @@ def test_the_first_failed_job_gives_the_code(ends, code):
 )
 def test_a_job_known_only_by_its_process_ends(tmp_path, returncode, status, exit_code, reason):
     """Its end is known although nothing but its process is."""
-    found = row_of(RECORD, tmp_path, returncode)
+    found = build_row(RECORD, tmp_path, returncode)
     assert (found.status, found.exit_code) == (status, exit_code)
     assert reason is None or reason in found.reason
 
@@ -287,7 +288,7 @@ def test_terminals_never_obey_errors_or_overrides():
     hostile = "\x1b]8;;http://x\x07[/bold]\x1b[2J\r\n\x9b1m\u202e"
     row = replace(DONE, overrides=(hostile,), devices=(hostile,), result=hostile, status=hostile)
     record = logging.makeLogRecord({"name": "robust_train", "msg": f"{hostile}\nsecond line"})
-    shown = "\n".join([*screen_table([row]), *point_table([[row]]), ShortLines().format(record)])
+    shown = "\n".join([*screen_table([row]), *seeds_table([[row]]), ShortLines().format(record)])
     assert "[/bold]\\x1b[2J" in shown
     assert all(line.isprintable() for line in shown.split("\n"))
     assert shown.endswith("\nsecond line")
@@ -333,7 +334,7 @@ def test_a_rankless_result_keeps_its_value(tmp_path, result, cell, why):
     assert (line["result"], line["reason"]) == (cell, why or "")
     other = replace(DONE, job=1)
     lines = [f"without a rank: job 0: {why}"] if why else []
-    assert unranked([row, other]) == lines
+    assert explain_unranked([row, other]) == lines
     assert best_first(SweepTable("id", "basic", jobs=(row, other)))[-1] == [row] if why else True
 
 
@@ -355,7 +356,7 @@ def test_a_job_elsewhere_is_found_by_a_link(tmp_path, caplog):
 
 
 def test_jobs_without_results_have_no_rank_message(tmp_path):
-    assert unranked([replace(DONE, result=None)] * 2) == []
+    assert explain_unranked([replace(DONE, result=None)] * 2) == []
     metrics = {"loss": math.nan, "objective": math.inf}
     assert with_lacked_by_json({"result": {"objective": None}, **lacked_by_json(math.inf)}) == {
         "not_finite": "inf",
@@ -440,13 +441,13 @@ def _asked_for(sweeper, **keys):
     ],
 )
 def test_a_sweep_knows_which_result_is_best(keys, sweeper, direction):
-    assert direction_of(_asked_for({"direction": sweeper}, **keys)) == direction
+    assert find_direction(_asked_for({"direction": sweeper}, **keys)) == direction
 
 
 def test_a_direction_taken_from_a_name_is_told(caplog):
     caplog.set_level(logging.INFO)
-    direction_of(_asked_for({}, objective="val_loss"))
-    assert "the smallest val_loss is best, by its name; sweep_direction=maximize" in caplog.text
+    find_direction(_asked_for({}, objective="val_loss"))
+    assert "the smallest val_loss is best, by its name; set sweep_direction=maximize" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -461,14 +462,14 @@ def test_a_direction_taken_from_a_name_is_told(caplog):
 )
 def test_the_default_direction_is_told(caplog, keys, is_told):
     caplog.set_level(logging.INFO)
-    assert direction_of(_asked_for({}, **keys)) == "maximize"
-    assert ("the largest result is best; sweep_direction=minimize" in caplog.text) is is_told
+    assert find_direction(_asked_for({}, **keys)) == "maximize"
+    assert ("the largest result is best; set sweep_direction=minimize" in caplog.text) is is_told
 
 
 def test_two_directions_are_refused():
     config = _asked_for({"direction": "minimize"}, sweep_direction="maximize")
     with pytest.raises(ConfigError, match="direction=minimize: leave one out"):
-        direction_of(config)
+        find_direction(config)
 
 
 def test_the_best_job_follows_the_direction(tmp_path, capsys):

@@ -27,7 +27,7 @@ from robust_train.attempt.run import Run, live_of
 from robust_train.folder.checkpoints import CheckpointError, newest_checkpoint, of_job
 from robust_train.model.errors import RankFailure
 from robust_train.step.ranks import of_all_ranks
-from robust_train.vision.sharding import folder_writer, shard, shares
+from robust_train.vision.sharding import create_folder_writer, create_shard_loader, shard
 
 
 class Job:
@@ -40,7 +40,7 @@ class Job:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.train(1)
         run = Run(run_dir=run_dir, rank=dist.get_rank(), world_size=2)
-        self.folder = live_of(run).saves.folder(keep, write_folder=folder_writer())
+        self.folder = live_of(run).saves.folder(keep, write_folder=create_folder_writer())
 
     def train(self, seed):
         torch.manual_seed(seed)
@@ -55,7 +55,7 @@ class Job:
         return own | {"net": {"ema.a": model["0.weight"]}, "net.ema": {"a": model["2.weight"]}}
 
     def read(self, path):
-        share = shares(self.model, self.optimizer)
+        share = create_shard_loader(self.model, self.optimizer)
         found = read_newest(path, ["step"], share=share, gather=of_all_ranks)
         return None if found is None else (found[0].name, found[1]["step"])
 
@@ -96,7 +96,9 @@ def each_rank_writes_its_shards_while_training_goes_on(run_dir):
     early = newest_checkpoint(job.folder.path, "")
     job.folder.report_written(wait=True)
     path = job.folder.path / "step-00000001"
-    _, own = read_newest(path, share=shares(job.model, job.optimizer), gather=of_all_ranks)
+    _, own = read_newest(
+        path, share=create_shard_loader(job.model, job.optimizer), gather=of_all_ranks
+    )
     alone = read_alone(path)
     assert early is None, "it is reported between two steps"
     assert names(job.folder) == listed("step-00000001")
@@ -238,7 +240,7 @@ def ranks_wait_for_a_checkpoint_that_a_network_disk_shows_later(run_dir):
     job.folder.save(job.content(1), 1)
     there, gather = shown_late(job.folder.path / "step-00000001")
     dist.barrier()
-    share = shares(job.model, job.optimizer)
+    share = create_shard_loader(job.model, job.optimizer)
     _, content = read_newest(there, ["step"], share=share, gather=gather)
     assert content["step"] == 1
 
@@ -267,7 +269,9 @@ def shards_are_read_from_a_file_of_whole_tensors(run_dir):
     if dist.get_rank() == 0:
         live_of(Run(run_dir=run_dir)).saves.folder(1).save(content, 1)
     dist.barrier()
-    _, found = read_newest(path, share=shares(job.model, job.optimizer), gather=of_all_ranks)
+    _, found = read_newest(
+        path, share=create_shard_loader(job.model, job.optimizer), gather=of_all_ranks
+    )
     held = []
 
     def hold(name, tensor):

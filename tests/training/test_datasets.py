@@ -18,7 +18,7 @@ from training_world import (
 from robust_train.config.schema import TrainingConfig
 from robust_train.model.errors import ConfigError
 from robust_train.vision.datasets import Images, open_data, stratified_split
-from robust_train.vision.images import ImageDataset, ImageSpec, in_order, read_batches
+from robust_train.vision.images import ImageDataset, ImageSpec, read_batches, split_into_chunks
 
 RGB_16 = ImageSpec(16, 3, (0.5,) * 3, (0.5,) * 3)
 
@@ -159,7 +159,11 @@ def test_a_truncated_image_is_named_in_one_line(tmp_path, workers):
     splits = open_data(dataset_config("image_folder", root))
     dataset = ImageDataset(splits.train, RGB_16)
     with pytest.raises(ConfigError) as refusal:
-        list(read_batches(dataset, in_order(range(16), 4), 0, TrainingConfig(num_workers=workers)))
+        list(
+            read_batches(
+                dataset, split_into_chunks(range(16), 4), 0, TrainingConfig(num_workers=workers)
+            )
+        )
     assert str(broken) in str(refusal.value)
     assert "truncated" in str(refusal.value)
     assert "\n" not in str(refusal.value)
@@ -249,13 +253,13 @@ def birds_with(name, old, new):
 @pytest.mark.parametrize(
     ("job", "write", "said"),
     [
-        ("image_folder", with_folder("test/mice"), "of a class that has no training"),
+        ("image_folder", with_folder("test/mice"), "this class has no training"),
         ("image_folder", with_folder("train/eels"), "no valid file for the classes eels"),
         ("image_folder", Path.exists, "there is no folder "),
         ("digits dataset.num_classes=5", Path.exists, "digits has 10 classes"),
         ("flowers102 dataset.download=false", Path.exists, "or dataset.download=true (from "),
         ("cub200 dataset.download=false", Path.exists, "or dataset.download=true (from "),
-        ("flowers102", flowers_without_an_image, "setid.mat names "),
+        ("flowers102", flowers_without_an_image, "setid.mat lists "),
         ("flowers102", flowers_with_a_damaged_list, "setid.mat is not a readable MATLAB file"),
         ("flowers102", lambda root: write_flowers102(root, classes=(1, 103)), "has label 102"),
         ("cub200", birds_with("images", "\n3 ", "\n3 not_there/"), "not_there"),

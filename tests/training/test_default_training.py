@@ -66,9 +66,9 @@ def test_displayed_steps_need_no_log_lines(tmp_path, caplog):
 def report_steps(run, steps, *, every, total):
     """Report ``steps`` as a training loop does, without training."""
     with Reporter(run, config(f"training.log_every_steps={every}")) as reporter:
-        reporter.begin(EpochPosition(step=steps[0] - 1), total)
+        reporter.report_start(EpochPosition(step=steps[0] - 1), total)
         for step in steps:
-            reporter.step(EpochPosition(step=step), torch.tensor(1.0), samples=1, lr=0.1)
+            reporter.report_step(EpochPosition(step=step), torch.tensor(1.0), samples=1, lr=0.1)
 
 
 def scalars(folder):
@@ -98,7 +98,9 @@ def test_dropped_reports_still_send_each_loss_once(tmp_path, every):
     with Reporter(run, config(f"training.log_every_steps={every}")) as reporter:
         while len(run.of("progress")) < 4:
             step += 1
-            reporter.step(EpochPosition(step=step), torch.tensor(float(step)), samples=1, lr=0.1)
+            reporter.report_step(
+                EpochPosition(step=step), torch.tensor(float(step)), samples=1, lr=0.1
+            )
     sent = [e["metrics"]["loss"] for e in run.of("progress") if "loss" in e["metrics"]]
     assert len(set(sent)) == len(sent)
     if every == 3:

@@ -256,7 +256,7 @@ def test_an_impossible_model_is_refused_with_alternatives(overrides, said):
         (None, "no such file"),
         (b"not a file of weights", "cannot be read as weights"),
         ({"weight": torch.zeros(3)}, "lacks"),
-        ([1, 2], "no state dict"),
+        ([1, 2], "does not contain a state dict"),
         ({"stages.0.0.weight": torch.zeros(16, 1, 3, 3)}, "(16, 1, 3, 3)"),
     ],
 )

@@ -91,5 +91,5 @@ def test_unrepeatable_steps_are_refused_in_a_line(ranks, model, reason):
 
 def test_an_older_torch_is_refused_in_a_line(monkeypatch):
     monkeypatch.delattr("torch.distributed.fsdp.FSDPModule.reset_iter_state")
-    with pytest.raises(ConfigError, match=r"update torch, or write training\.sharding=ddp"):
+    with pytest.raises(ConfigError, match=r"update torch, or set training\.sharding=ddp"):
         shard(torch.nn.Linear(2, 2))

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from robust_train.step.update import update
-from robust_train.vision.step import LossAverage, make_optimizer, with_own_kernels
+from robust_train.vision.step import LossAverage, make_optimizer, with_kernels_of
 
 READ = "aten._local_scalar_dense.default"
 OVER_GRADIENTS = ("_foreach_mul_.Tensor", "_foreach_norm")
@@ -152,7 +152,7 @@ def test_the_optimizer_is_fused_only_on_gpus():
     on_gpu = make_optimizer(model.parameters(), lr=0.1, weight_decay=0.0, fused=True)
     on_host = make_optimizer(model.parameters(), lr=0.1, weight_decay=0.0)
     for saved, resumed in ((on_gpu, on_host), (on_host, on_gpu)):
-        resumed.load_state_dict(with_own_kernels(saved.state_dict(), resumed))
+        resumed.load_state_dict(with_kernels_of(saved.state_dict(), resumed))
     fused = [{group["fused"] for group in one.param_groups} for one in (on_gpu, on_host)]
     assert fused == [{True}, {None}]
 

@@ -63,7 +63,7 @@ def project_job(task: Callable[..., Any], trainer: Callable[..., Any], cfg: Dict
             code = print_with_exit_code(error)
             if code is None:
                 raise
-            session.note(code)
+            session.add_exit_code(code)
             return None
     return _run(with_group(cfg), remedies=True, trainer=trainer)
 
@@ -97,16 +97,16 @@ def _run(cfg: DictConfig, *, remedies: bool, trainer: Callable[..., Any] | None 
         summary = run_job(trainer, cfg, remedies=remedies, explain=print_failure)
         if summary.status == "completed":
             return summary.objective
-        session.job_ended(summary.status, exit_code_of(summary), summary.reason)
+        session.end_job(summary.status, exit_code_of(summary), summary.reason)
     except ConfigError as error:
         # Printed here, because Hydra surrounds the error of a job with its own lines.
         session.refuse(error)
-        session.job_ended(Status.REFUSED, error.exit_code, str(error))
+        session.end_job(Status.REFUSED, error.exit_code, str(error))
         hydra = HydraConfig.get()
         if hydra.mode == RunMode.RUN and changes_each_time():
             remove_refused(Path(hydra.runtime.output_dir))
     except JobInterrupted as error:
-        session.job_ended(Status.INTERRUPTED, error.exit_code, str(error) or "interrupted")
+        session.end_job(Status.INTERRUPTED, error.exit_code, str(error) or "interrupted")
         folder = sweep_folder()
         if folder is None or not sweep_stop_requested(folder):
             raise

@@ -26,8 +26,8 @@ def call_task(task: Callable[..., Any], cfg: Any, run: Run) -> Any:
     if name:
         # Lightning has two package names. Our `fit` uses the name that is imported first.
         importlib.import_module(name)
-        from robust_train.integrations.lightning import adopted_fit
+        from robust_train.integrations.lightning import adopt_fit
 
-        replaced_fit = adopted_fit(config, run)
+        replaced_fit = adopt_fit(config, run)
     with replaced_fit:
         return call_with_run(task, cfg, run)

@@ -28,13 +28,13 @@ def write_report(arguments: Namespace) -> Answer:
     from robust_train.report.html import FILE_NAME, job_page, save
     from robust_train.report.sources import read_sources
     from robust_train.report.story import story_of
-    from robust_train.sweep.page import sweep_page, sweep_story_of
+    from robust_train.sweep.page import read_sweep_story, sweep_page
 
     story: Story | SweepStory
     sweep = sweep_at(arguments.which)
     if sweep is not None:
         folder = sweep
-        story = sweep_story_of(folder)
+        story = read_sweep_story(folder)
     else:
         folder = _find_run_folder(arguments.which)
         story = story_of(read_sources(folder))

@@ -35,7 +35,7 @@ from robust_train.model.events import Json
 from robust_train.model.spec import MINIMIZE
 from robust_train.readable import counted, duration, mib, number, of_all, shorten
 from robust_train.report.wording import batch_in_words
-from robust_train.sweep.record import SweepTable, of_jobs, read_rows, read_table
+from robust_train.sweep.record import SweepTable, read_rows, read_table, select_job_overrides
 from robust_train.sweep.table import best_first, screen_table, short_result, values_of
 
 # Fields that ``status`` shows under their own name.
@@ -292,7 +292,7 @@ def best(arguments: Namespace) -> Answer:
     }
     # Overrides of the sweep itself are left out. For example, detach=true would send a command that
     # contains these words into the background.
-    words = shlex.join(of_jobs(row.overrides))
+    words = shlex.join(select_job_overrides(row.overrides))
     shown = checkpoint if arguments.checkpoint else words
     if shown is None and not arguments.json:
         raise NotDoneError(f"{row.folder}: job {row.job} has reported no checkpoint")

@@ -289,7 +289,7 @@ def _print_mistake(
     for other errors."""
     from robust_train.cli import jobs
     from robust_train.config.refusals import REFUSALS, exit_code_of
-    from robust_train.sweep.checks import known_problem
+    from robust_train.sweep.checks import explain_plugin_error
     from robust_train.sweep.session import session
 
     frames = traceback.walk_tb(error.__traceback__)
@@ -301,7 +301,7 @@ def _print_mistake(
     if isinstance(error, REFUSALS):
         print(explain_mistake(error), file=standard_error())
         return exit_code_of(error)
-    problem = known_problem(error)
+    problem = explain_plugin_error(error)
     if problem:
         print(problem[0], file=standard_error())
         return session.exit_code if session.exit_code else problem[1]

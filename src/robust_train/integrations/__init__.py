@@ -1,4 +1,5 @@
-"""Trainers of other frameworks under the launcher: Lightning, transformers, accelerate.
+"""Run Lightning, transformers and accelerate training as attempts of a job.
 
-Each module imports its framework when it is imported itself. Other modules of robust-train do not.
+Trainer functions import these modules in the attempt's process. Importing one of them imports its
+framework, so no other module of robust-train imports them at its top.
 """

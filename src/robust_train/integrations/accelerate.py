@@ -1,11 +1,15 @@
-"""Your loop with accelerate under the launcher (`RobustLoop`). ``docs/accelerate.md`` has an
-example."""
+"""Adds recovery and checkpoints to a training loop that uses accelerate: `RobustLoop`.
+
+A trainer function creates the loop in the attempt's process, on every rank, and iterates over its
+epochs and batches. ``docs/accelerate.md`` has an example.
+"""
 
 from __future__ import annotations
 
 import logging
 import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig
@@ -28,24 +32,29 @@ _loaders = framework("accelerate.data_loader")
 
 __all__ = ["RobustLoop", "effective_batch_size"]
 
-_SAVED = "step-"
+_PREFIX = "step-"  # of a checkpoint's folder, before the step
 
 T = TypeVar("T")
 
 
 class RobustLoop:
-    """The epochs and batches of a job, over all of its attempts.
+    """Yields the epochs and batches that a job still has to train.
 
-    A batch is an optimizer step. If memory runs out in it, only that step is repeated, in smaller
-    parts. If that is not enough, the next attempt resumes from the last checkpoint, which holds
-    everything that ``Accelerator.save_state`` saves, and the position in the data.
+    Each batch is one optimizer step. If memory runs out in a step, only that step is repeated, in
+    smaller parts. If the smallest parts do not fit either, the next attempt resumes from the last
+    checkpoint. A checkpoint has everything that ``Accelerator.save_state`` saves, and the position
+    in the data.
 
     Args:
-        accelerator: has the attempt's processes and no accumulation of its own.
+        accelerator: an ``Accelerator`` without gradient accumulation.
         model: the prepared model.
-        loader: training samples in batches of `effective_batch_size`.
-        cfg: the trainer function's config.
-        run: its run.
+        loader: the prepared loader of training samples, in batches of `effective_batch_size`.
+        cfg, run: the arguments of the trainer function.
+
+    Attributes:
+        epoch: the current epoch, counted from 0.
+        samples: the samples of this epoch that are done, on all ranks together.
+        step: the number of optimizer steps done.
 
     Raises:
         UserError: the effective batch cannot be kept. The message has the reason.
@@ -56,10 +65,10 @@ class RobustLoop:
     ) -> None:
         _check(accelerator, run)
         refuse_saving_on_each_node("Accelerator", accelerator.project_configuration)
-        its_log = logging.getLogger("accelerate")
-        if its_log.level == logging.NOTSET:
-            # accelerate logs twelve lines for each checkpoint, robust-train one.
-            its_log.setLevel(logging.WARNING)
+        log_of_accelerate = logging.getLogger("accelerate")
+        if log_of_accelerate.level == logging.NOTSET:
+            # accelerate logs twelve lines for each checkpoint. robust-train logs one line.
+            log_of_accelerate.setLevel(logging.WARNING)
         self.accelerator = accelerator
         self.model = model
         self.run = run
@@ -72,37 +81,32 @@ class RobustLoop:
             loader, name="loader", shares=StepShares(self._effective), seed=cfg.seed
         )
         if run.world_size > 1:
-            _divide(loader)
-        self._has_samples = True
+            _divide_batches(loader)
+        self._has_samples = True  # whether this rank has samples in the current step
         self._cfg = cfg.training
         self._steps = Steps(cfg, run)
         self._saved_step: int | None = None
+        self._total_steps: int | None = None
+        self._loss: Any = None  # of the current step
         live_of(run).saves.pass_over_skipped()
-        self._total: int | None = None
-        self._loss: Any = None  # the last step's loss
         accelerator.register_for_checkpointing(self)
         if run.should_stop():
             raise TrainingStopped("stopped before the first step")
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield the remaining epochs, counted from 0. An earlier attempt may have started the
-        first."""
-        path = self.run.resume_checkpoint
-        if path is not None:
-            if self.accelerator.num_processes == 1 and any(path.glob("pytorch_model_fsdp*")):
-                raise UserError(
-                    f"{path}: has the shards of several ranks, which accelerate cannot read in one "
-                    "process; continue with num_gpus=2 or more"
-                )
-            self.accelerator.load_state(str(path))
-            # data of this epoch with which training diverged is passed over
-            passes_over = max(live_of(self.run).saves.skips_to - self.step, 0) * self._effective
-            self.samples = min(self.samples + passes_over, self._order.samples)
+        """Yield the remaining epochs, counted from 0.
+
+        The first epoch that is yielded may have been started by an earlier attempt.
+        """
+        if self.run.resume_checkpoint is not None:
+            self._load(self.run.resume_checkpoint)
         if self.run.world_size > 1:
-            # A batch is a step, so accelerate must not step the scheduler once for each rank.
+            # A batch of all ranks is one optimizer step. Without this setting, accelerate would
+            # step the scheduler once for each rank.
             for scheduler in schedulers_of(self.accelerator):
                 scheduler.split_batches = True
-        self._total = count * -(-self._order.samples // self._effective)
+        steps_of_epoch = -(-self._order.samples // self._effective)
+        self._total_steps = count * steps_of_epoch
         self.run.started(self.step)
         live_of(self.run).reports.record_memory("training begins")
         while self.epoch < count:
@@ -114,6 +118,18 @@ class RobustLoop:
         live_of(self.run).saves.finish()
         save_last_again(live_of(self.run), self.save)
 
+    def _load(self, path: Path) -> None:
+        """Load a checkpoint, and skip the samples on which training diverged after it."""
+        if self.accelerator.num_processes == 1 and any(path.glob("pytorch_model_fsdp*")):
+            raise UserError(
+                f"{path}: has the shards of several ranks, which accelerate cannot read in one "
+                "process; continue with num_gpus=2 or more"
+            )
+        self.accelerator.load_state(str(path))
+        skipped_steps = max(live_of(self.run).saves.skips_to - self.step, 0)
+        samples = self.samples + skipped_steps * self._effective
+        self.samples = min(samples, self._order.samples)
+
     def batches(self) -> Iterator[Any]:
         """Yield the remaining batches of the current epoch. Taking the next batch ends the step.
 
@@ -123,33 +139,50 @@ class RobustLoop:
         self._order.begin(self.epoch, self.samples)
         if self.samples >= self._order.samples:
             return
-        for batch in live_of(self.run).speed.measure_waits(self._own_batches()):
+        for batch in live_of(self.run).speed.measure_waits(self._batches_of_rank()):
             yield batch
             self.samples = min(self.samples + self._effective, self._order.samples)
             self.step += 1
-            self._step_done()
+            self._finish_step()
 
-    def _own_batches(self) -> Iterator[Any]:
-        """Yield this rank's share of each step, which may be empty in an epoch's last step."""
-        left = -(-(self._order.samples - self.samples) // self._effective)
+    def _batches_of_rank(self) -> Iterator[Any]:
+        """Yield this rank's share of each step.
+
+        An epoch's last step may have too few samples for this rank. It then gets an empty batch,
+        because every rank must take part in the step's collectives.
+        """
+        steps_left = -(-(self._order.samples - self.samples) // self._effective)
         for batch in self._loader:
             yield batch
-            left -= 1
-        if left:
+            steps_left -= 1
+        if steps_left:
             loader = self._loader
             first = self._order.first()
             batch = loader.collate_fn([loader.dataset[first]])
             batch = _loaders.send_to_device(batch, self.accelerator.device)
+            # A sharded model needs at least one sample for a pass. The loss of that sample gets
+            # no weight (see `backward`).
+            if not is_sharded(self.model):
+                batch = part_of(batch, 0, 0)
             self._has_samples = False
-            # A sharded model's pass needs at least one sample. Its loss gets no weight.
-            is_whole = is_sharded(self.model)
-            yield batch if is_whole else part_of(batch, 0, 0)
+            yield batch
             self._has_samples = True
+
+    def _finish_step(self) -> None:
+        """Report the step, save a checkpoint if one is due, and stop if requested."""
+        self._steps.report(self.step, self._total_steps, self._loss)
+        self._loss = None
+        if self.run.should_stop():
+            self.save()
+            live_of(self.run).saves.finish()
+            raise TrainingStopped(f"stopped after step {self.step}")
+        if self.run.should_save():
+            self.save()
 
     def backward(self, loss_of: Callable[[Any], Any], batch: Any, **options: Any) -> Any:
         """Call ``run.backward`` for this loop's model, with the accelerator's backward pass."""
         if not self._has_samples:
-            options["length"] = lambda batch: 0
+            options["length"] = _count_no_samples
         options.setdefault("backward", self.accelerator.backward)
         result = self.run.backward(loss_of, batch, self.model, **options)
         self._loss = result[0] if isinstance(result, tuple) else result
@@ -161,32 +194,35 @@ class RobustLoop:
 
     def save(self) -> None:
         """Save a checkpoint while training continues, as ``run.save`` does."""
-        path = self.run.checkpoint_dir / f"{_SAVED}{self.step:08d}"
+        saves = live_of(self.run).saves
+        path = self.run.checkpoint_dir / f"{_PREFIX}{self.step:08d}"
         unfinished = path.with_name(f".{path.name}.tmp")
-        live_of(self.run).saves.finish()
-        is_there = path.exists() and self._saved_step == self.step
-        if self.run.is_main and not is_there:
-            # Attempts that were killed while they saved leave files, perhaps of this step.
-            for leftover in path.parent.glob(f".{_SAVED}*.tmp"):
+        saves.finish()
+        is_saved = path.exists() and self._saved_step == self.step
+        if self.run.is_main and not is_saved:
+            # An attempt that was killed while it saved leaves files, perhaps of this very step.
+            for leftover in path.parent.glob(f".{_PREFIX}*.tmp"):
                 shutil.rmtree(leftover, ignore_errors=True)
             shutil.rmtree(path, ignore_errors=True)
-        if of_all_ranks(is_there)[0]:
+        is_saved_on_first_rank = of_all_ranks(is_saved)[0]
+        if is_saved_on_first_rank:
             return
         self._saved_step = self.step
-        saves = live_of(self.run).saves
 
-        def write() -> None:
-            saves.folder(self._cfg.keep_checkpoints).save_files(
-                unfinished,
-                self.step,
-                write=lambda: self.accelerator.save_state(str(unfinished)),
-                publish=lambda: unfinished.rename(path),
-            )
+        def write_files() -> None:
+            self.accelerator.save_state(str(unfinished))
 
-        saves.try_to_write(write)
+        def publish() -> Path:
+            return unfinished.rename(path)
+
+        def save_files() -> None:
+            folder = saves.folder(self._cfg.keep_checkpoints)
+            folder.save_files(unfinished, self.step, write=write_files, publish=publish)
+
+        saves.try_to_write(save_files)
 
     def state_dict(self) -> dict[str, object]:
-        """Return what ``Accelerator.save_state`` saves."""
+        """Return this loop's part of a checkpoint. ``Accelerator.save_state`` calls it."""
         return {
             "epoch": self.epoch,
             "samples": self.samples,
@@ -195,25 +231,21 @@ class RobustLoop:
         }
 
     def load_state_dict(self, state: Any) -> None:
-        """Restore what ``Accelerator.load_state`` has read."""
+        """Restore the position from a checkpoint. ``Accelerator.load_state`` calls it."""
         self.epoch = state["epoch"]
         self.samples = state["samples"]
-        self.step = self._saved_step = state["step"]
+        self.step = state["step"]
+        self._saved_step = self.step
         self.run.micro_batcher.restore(state["micro_batch"])
 
-    def _step_done(self) -> None:
-        self._steps.done(self.step, self._total, self._loss)
-        self._loss = None
-        if self.run.should_stop():
-            self.save()
-            live_of(self.run).saves.finish()
-            raise TrainingStopped(f"stopped after step {self.step}")
-        if self.run.should_save():
-            self.save()
+
+def _count_no_samples(batch: Any) -> int:
+    """Return 0, the length of a batch whose loss gets no weight."""
+    return 0
 
 
-def _divide(loader: Any) -> None:
-    """Make accelerate divide each batch of a prepared loader among the ranks."""
+def _divide_batches(loader: Any) -> None:
+    """Set accelerate to divide each batch of a prepared loader among the ranks."""
     shard = getattr(loader, "batch_sampler", None)
     if not isinstance(shard, _loaders.BatchSamplerShard):
         raise UserError(
@@ -225,6 +257,7 @@ def _divide(loader: Any) -> None:
 
 
 def _check(accelerator: Any, run: Run) -> None:
+    """Raise UserError if the accelerator would change the effective batch or hide checkpoints."""
     if accelerator.num_processes != run.world_size:
         raise UserError(
             f"Accelerator: has {accelerator.num_processes} processes, but this attempt has "
@@ -233,8 +266,8 @@ def _check(accelerator: Any, run: Run) -> None:
         )
     if accelerator.gradient_accumulation_steps != 1:
         raise UserError(
-            "Accelerator: has an accumulation of its own, which divides the gradients again; leave "
-            "gradient_accumulation_steps out and set training.gradient_accumulation_steps"
+            "Accelerator: accumulates gradients itself, which would divide them a second time; "
+            "leave gradient_accumulation_steps out and set training.gradient_accumulation_steps"
         )
     if accelerator.project_configuration.automatic_checkpoint_naming:
         raise UserError(

@@ -1,10 +1,12 @@
-"""Lightning under the launcher: `fit` instead of ``trainer.fit``.
+"""Runs a Lightning ``Trainer`` as an attempt: call `fit` instead of ``trainer.fit``.
 
-A trainer function calls it in the attempt's process, on every rank::
+A trainer function calls `fit` in the attempt's process, on every rank::
 
     def train(cfg, run):
         trainer = L.Trainer(**trainer_arguments(cfg, run), max_epochs=cfg.training.epochs)
         return fit(trainer, Net(cfg), Digits(cfg), cfg=cfg, run=run, metric="val_accuracy")
+
+`adopt_fit` does the same for a program that calls ``trainer.fit`` itself.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ from robust_train import compat
 from robust_train.attempt.run import Run, live_of
 from robust_train.config.schema import TrainingConfig
 from robust_train.config.words import Words
-from robust_train.integrations.lightning_callback import RobustCallback, Stopped, logged
+from robust_train.integrations.lightning_callback import RobustCallback, Stopped, logged_figures
 from robust_train.integrations.lightning_step import recover_in_steps
-from robust_train.integrations.steering import keep_batch, lightning, machines, result_of
+from robust_train.integrations.steering import count_machines, keep_batch, lightning, result_of
 from robust_train.model.errors import TrainingStopped, UserError
 from robust_train.model.events import BatchTaken
 from robust_train.model.spec import AttemptSpec
@@ -45,16 +47,17 @@ __all__ = ["fit", "trainer_arguments"]
 def trainer_arguments(cfg: DictConfig, run: Run) -> dict[str, Any]:
     """Return arguments for ``Trainer``: the attempt's devices and the run folder."""
     device = torch.device(cfg.device)
-    nodes = machines()
+    is_on_gpu = device.type == "cuda"
+    nodes = count_machines()
     arguments: dict[str, Any] = {
-        "accelerator": "gpu" if device.type == "cuda" else "cpu",
+        "accelerator": "gpu" if is_on_gpu else "cpu",
         "devices": run.world_size // nodes,
         "default_root_dir": str(run.run_dir),
     }
     if run.world_size > 1:
-        # fit gives each rank its samples of every step
+        # `fit` gives each rank its samples of every step.
         arguments |= {"num_nodes": nodes, "strategy": "ddp", "use_distributed_sampler": False}
-    elif device.type == "cuda":
+    elif is_on_gpu:
         arguments["devices"] = [device.index or 0]
     return arguments
 
@@ -76,10 +79,10 @@ def fit(
             ``accumulate_grad_batches`` is set here.
         model: the ``LightningModule``. With manual optimization and accumulation, it has an
             attribute or hyperparameter ``accumulate_grad_batches``, which is set here.
-        data: a ``LightningDataModule``, whose ``batch_size`` (attribute or hyperparameter) is set
-            here. Its value is the job's if ``training.batch_size`` is not given. Or a
-            ``DataLoader`` created with ``cfg.training.batch_size``. None: the model has the
-            loaders.
+        data: a ``LightningDataModule``, or a ``DataLoader`` created with
+            ``cfg.training.batch_size``, or None if the model has the loaders. A data module's
+            ``batch_size`` (attribute or hyperparameter) is set here. If ``training.batch_size`` is
+            not given, its former value becomes the job's batch size.
         cfg, run: the arguments of the trainer function.
         metric: the logged value to return. None: a dictionary of all logged values.
         options: further arguments of ``trainer.fit``, such as ``val_dataloaders``.
@@ -102,46 +105,45 @@ def _fit(
     run: Run,
     **options: Any,
 ) -> None:
-    has_data = data is not None
-    data = model if data is None else data
-    cfg = _with_batch_of(data, cfg, run)
+    """Call ``fit``, which is ``trainer.fit`` as Lightning wrote it, as an attempt."""
+    if data is not None:
+        is_module = hasattr(data, "train_dataloader")
+        options["datamodule" if is_module else "train_dataloaders"] = data
+    else:
+        data = model
+    cfg = _take_batch_of(data, cfg, run)
     _check(trainer, cfg, run)
     if run.world_size == 1:
-        # DDP on one device would put one of its own in place of our order
+        # DDP on one device would replace our sample order with a sampler of Lightning.
         compat.keep_samplers(trainer)
     if run.should_stop():
         raise TrainingStopped("stopped before the first step")
-    _accumulate(trainer, model, cfg.training.gradient_accumulation_steps, run)
+    _set_accumulation(trainer, model, cfg.training.gradient_accumulation_steps, run)
     callback = RobustCallback(cfg, run)
-    _prepare(data, callback)
+    _order_samples(data, callback)
     trainer.callbacks.append(callback)
     recover_in_steps(trainer, model, run, callback)
-    path = run.resume_checkpoint
-    if has_data:
-        is_module = hasattr(data, "train_dataloader")
-        options["datamodule" if is_module else "train_dataloaders"] = data
     if "weights_only" in compat.signature_as_written(fit).parameters:
-        # the job's own file, whose hyperparameters may be modules and functions
+        # The job wrote its checkpoints itself, so it trusts them. Their hyperparameters may be
+        # modules and functions, which weights_only=True cannot load.
         options.setdefault("weights_only", False)
+    if run.resume_checkpoint is not None:
+        options["ckpt_path"] = str(run.resume_checkpoint)
+        # The checkpoint has the learning rate that the finder found. It would search again.
+        trainer.callbacks = [
+            each for each in trainer.callbacks if type(each) is not _callbacks.LearningRateFinder
+        ]
     try:
         with warnings.catch_warnings():
-            # Lightning cannot know that this loader continues where it was
+            # Lightning cannot know that our loader resumes within the epoch.
             warnings.filterwarnings(
                 "ignore", message="You're resuming from a checkpoint that ended"
             )
-            if path is not None:
-                options["ckpt_path"] = str(path)
-                # it would search again; what it has found is in the checkpoint
-                trainer.callbacks = [
-                    callback
-                    for callback in trainer.callbacks
-                    if type(callback) is not _callbacks.LearningRateFinder
-                ]
             fit(model, **options)
     except Stopped as stopped:
         raise TrainingStopped(str(stopped)) from None
     except SystemExit:
-        # Lightning's answer to a KeyboardInterrupt and to SIGTERM
+        # Lightning exits on a KeyboardInterrupt and on SIGTERM.
         if run.should_stop():
             raise TrainingStopped(f"stopped after step {trainer.global_step}") from None
         raise
@@ -151,12 +153,16 @@ def _fit(
 
 
 @contextlib.contextmanager
-def adopted_fit(cfg: DictConfig, run: Run) -> Iterator[None]:
-    """Replace the first ``trainer.fit`` of a program that was not written for us by `fit`."""
+def adopt_fit(cfg: DictConfig, run: Run) -> Iterator[None]:
+    """Replace ``Trainer.fit`` within the block, for a program that was not written for us.
+
+    The program's first fit runs as an attempt, as `fit` does it. A later fit, a fit of a ``Tuner``
+    and a fit that cannot resume run as Lightning wrote them.
+    """
     fit_of_lightning = _pytorch.Trainer.fit
 
     @wraps(fit_of_lightning)
-    def adopting(
+    def fit_or_adopt(
         trainer: Any,
         model: Any,
         train_dataloaders: Any = None,
@@ -165,21 +171,21 @@ def adopted_fit(cfg: DictConfig, run: Run) -> Iterator[None]:
         **options: Any,
     ) -> None:
         options["val_dataloaders"] = val_dataloaders
-        data = train_dataloaders if datamodule is None else datamodule
         reason = _counts_micro_batches(trainer)
         if live_of(run).is_steered:
             log.warning(
                 "only one fit of a job resumes from its checkpoints; this fit is Lightning's own, "
-                "and begins again in each attempt"
+                "and starts from the beginning in each attempt"
             )
             if trainer.accumulate_grad_batches == 1:
                 steps = cfg.training.gradient_accumulation_steps
-                _accumulate(trainer, model, steps, run)
+                _set_accumulation(trainer, model, steps, run)
         elif run.world_size == 1 and compat.starts_ranks_itself(trainer):
             reason = f"Trainer: starts {trainer.world_size} processes of its own"
         elif not compat.belongs_to_tuner(trainer):
             with Words(live_of(run).their_keys).of_errors():
                 if reason is None:
+                    data = train_dataloaders if datamodule is None else datamodule
                     fit = partial(fit_of_lightning, trainer)
                     _fit(fit, trainer, model, data, cfg=cfg, run=run, **options)
                     return
@@ -190,78 +196,88 @@ def adopted_fit(cfg: DictConfig, run: Run) -> Iterator[None]:
         options |= {"train_dataloaders": train_dataloaders, "datamodule": datamodule}
         fit_of_lightning(trainer, model, **options)
 
-    _pytorch.Trainer.fit = adopting
+    _pytorch.Trainer.fit = fit_or_adopt
     try:
         yield
     finally:
         _pytorch.Trainer.fit = fit_of_lightning
 
 
-def _with_batch_of(data: Any, cfg: DictConfig, run: Run) -> DictConfig:
-    """Return the config with the data module's own batch size for the job's if that is not set.
+def _take_batch_of(data: Any, cfg: DictConfig, run: Run) -> DictConfig:
+    """Make a data module's batch size the job's if the user set no ``training.batch_size``.
+
+    Returns:
+        The config, with the micro-batch size that follows from the data module's batch size.
 
     Raises:
         UserError: both are set, and differ.
     """
-    theirs = getattr(data, "batch_size", None)
-    if theirs is None:
-        theirs = (getattr(data, "hparams", None) or {}).get("batch_size")
-    if not hasattr(data, "train_dataloader") or type(theirs) is not int:
+    batch_size = getattr(data, "batch_size", None)
+    if batch_size is None:
+        batch_size = (getattr(data, "hparams", None) or {}).get("batch_size")
+    if not hasattr(data, "train_dataloader") or type(batch_size) is not int:
         return cfg
     steps = cfg.training.gradient_accumulation_steps
-    spec = live_of(run).parts.asked
-    if spec is None:
-        spec = AttemptSpec((), cfg.training.batch_size, steps)
-    if theirs in (cfg.training.batch_size, spec.batch_size):
+    parts = live_of(run).parts
+    requested = parts.asked
+    if requested is None:
+        requested = AttemptSpec((), cfg.training.batch_size, steps)
+    if batch_size in (cfg.training.batch_size, requested.batch_size):
         return cfg
     name = type(data).__name__
-    if _sets_batch(cfg, spec):
+    if _is_batch_set(cfg, requested):
         raise UserError(
-            f"{name}.batch_size={theirs}, but training.batch_size={spec.batch_size}: one has to "
-            "follow the other; leave training.batch_size out, or write "
+            f"{name}.batch_size={batch_size}, but training.batch_size={requested.batch_size}: only "
+            "one of them can be the job's; leave training.batch_size out, or write "
             "batch_size=${training.batch_size} in the config of the data module"
         )
-    micro_batch = -(-theirs * spec.gradient_accumulation_steps // steps)
+    # Earlier attempts may have split the batch: accumulation is then higher than requested.
+    micro_batch = -(-batch_size * requested.gradient_accumulation_steps // steps)
     log.info(
-        "%s.batch_size=%d is the job's batch size, as no training.batch_size is given", name, theirs
+        "%s.batch_size=%d is the job's batch size, because no training.batch_size is given",
+        name,
+        batch_size,
     )
-    live_of(run).parts.set_asked(spec.with_batch(theirs, None))
-    live_of(run).parts.split_by(replace(live_of(run).parts.plan, batch_size=micro_batch))
-    live_of(run).parts.stop_splitting()  # An earlier fit of this trainer may have split.
+    parts.set_asked(requested.with_batch(batch_size, None))
+    parts.split_by(replace(parts.plan, batch_size=micro_batch))
+    parts.stop_splitting()  # An earlier fit of this trainer may have split.
     if run.is_main:
-        live_of(run).reports.send(BatchTaken(theirs, micro_batch, steps))
+        live_of(run).reports.send(BatchTaken(batch_size, micro_batch, steps))
     cfg = cfg.copy()
     with open_dict(cfg):
         cfg.training.batch_size = micro_batch
     return cfg
 
 
-def _sets_batch(cfg: DictConfig, spec: AttemptSpec) -> bool:
-    """Return whether the user has set the batch size. A default given explicitly counts too."""
-    if (
-        spec.batch_size != TrainingConfig.batch_size
-        or cfg.training.get("effective_batch_size") is not None
-    ):
+def _is_batch_set(cfg: DictConfig, requested: AttemptSpec) -> bool:
+    """Return whether the user set the batch size. An explicit default value counts too."""
+    if requested.batch_size != TrainingConfig.batch_size:
         return True
-    overrides = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
+    if cfg.training.get("effective_batch_size") is not None:
+        return True
+    if not HydraConfig.initialized():
+        return False
+    overrides = HydraConfig.get().overrides.task
     return any(override.lstrip("+").startswith("training.batch_size=") for override in overrides)
 
 
 def _check_ranks(trainer: Any, run: Run) -> None:
+    """Raise UserError unless the trainer uses exactly the attempt's ranks."""
     if not isinstance(trainer, _pytorch.Trainer):
         raise UserError(
-            f"Trainer: is {type(trainer).__module__.partition('.')[0]}'s, but {_pytorch.__name__} "
-            "was imported first: use one of the two, which are the same library"
+            f"Trainer: comes from {type(trainer).__module__.partition('.')[0]}, but "
+            f"{_pytorch.__name__} was imported first: import only one of the two, which are the "
+            "same library"
         )
     if trainer.world_size != run.world_size:
         raise UserError(
             f"Trainer: uses {trainer.world_size} devices, but this attempt has {run.world_size}: "
-            "Trainer(**trainer_arguments(cfg, run)), and num_gpus=… for more"
+            "create it with Trainer(**trainer_arguments(cfg, run)), and set num_gpus=… for more"
         )
 
 
 def _counts_micro_batches(trainer: Any) -> str | None:
-    """Return why a limit of the trainer depends on the attempt, None if none does."""
+    """Return why the trainer's limit on an epoch depends on the attempt, or None if it does not."""
     limit = trainer.limit_train_batches
     if limit == 1.0 or trainer.fast_dev_run:
         return None
@@ -272,14 +288,16 @@ def _counts_micro_batches(trainer: Any) -> str | None:
 
 
 def _check(trainer: Any, cfg: DictConfig, run: Run) -> None:
-    accumulation = cfg.training.gradient_accumulation_steps
+    """Raise UserError if the trainer cannot keep the effective batch of every attempt."""
     _check_ranks(trainer, run)
-    if trainer.accumulate_grad_batches not in (1, accumulation) or any(
+    accumulation = cfg.training.gradient_accumulation_steps
+    has_scheduler = any(
         isinstance(callback, _callbacks.GradientAccumulationScheduler)
         for callback in trainer.callbacks
-    ):
+    )
+    if has_scheduler or trainer.accumulate_grad_batches not in (1, accumulation):
         raise UserError(
-            "Trainer: has an accumulation of its own; leave accumulate_grad_batches out and set "
+            "Trainer: sets its accumulation itself; leave accumulate_grad_batches out and set "
             "training.gradient_accumulation_steps"
         )
     reason = _counts_micro_batches(trainer)
@@ -287,45 +305,47 @@ def _check(trainer: Any, cfg: DictConfig, run: Run) -> None:
         raise UserError(f"{reason}; shorten the data set instead (torch.utils.data.Subset)")
     if isinstance(trainer.val_check_interval, int):
         log.warning(
-            "val_check_interval=%d counts micro-batches: validation comes more often when they "
-            "become smaller; a fraction of the epoch does not change",
+            "val_check_interval=%d counts micro-batches: validation runs more often when they "
+            "become smaller; a fraction of the epoch keeps its meaning",
             trainer.val_check_interval,
         )
 
 
-def _accumulate(trainer: Any, model: Any, micro_batches: int, run: Run) -> None:
+def _set_accumulation(trainer: Any, model: Any, micro_batches: int, run: Run) -> None:
     """Set the accumulation of the trainer, or of a model with manual optimization."""
     if model.automatic_optimization:
         trainer.accumulate_grad_batches = micro_batches
-    elif not _give(model, _ACCUMULATION, micro_batches):
+    elif not _set_value(model, _ACCUMULATION, micro_batches):
         name = type(model).__name__
         hint = f"{name} has no attribute or hyperparameter {_ACCUMULATION}, which fit would set"
         keep_batch(run, hint)
         if micro_batches != 1:
             raise UserError(
                 f"training.gradient_accumulation_steps={micro_batches}: Lightning accumulates "
-                f"nothing where automatic_optimization=False; {hint}"
+                f"nothing if automatic_optimization=False; {hint}"
             )
 
 
-def _prepare(data: Any, callback: RobustCallback) -> None:
-    """Let the callback order every loader of training samples, made with its batch size."""
+def _order_samples(data: Any, callback: RobustCallback) -> None:
+    """Give every training loader of ``data`` the callback's sample order and micro-batch size."""
     if not hasattr(data, "train_dataloader"):
-        callback.own_loader(data, "train_dataloaders")
+        callback.order_samples(data, "train_dataloaders")
         return
-    # where Lightning's own batch size finder sets it
-    _give(data, "batch_size", callback.shares.micro_batch)
-    made = data.train_dataloader
+    # Lightning's own batch size finder sets the batch size in the same places.
+    _set_value(data, "batch_size", callback.shares.micro_batch)
+    make_loader = data.train_dataloader
 
-    @wraps(made)
+    @wraps(make_loader)
     def train_dataloader() -> Any:
-        return callback.own_loader(made(), f"{type(data).__name__}.train_dataloader")
+        loader = make_loader()
+        callback.order_samples(loader, f"{type(data).__name__}.train_dataloader")
+        return loader
 
     data.train_dataloader = train_dataloader
 
 
-def _give(owner: Any, name: str, value: int) -> bool:
-    """Set an attribute or hyperparameter, and return whether it exists."""
+def _set_value(owner: Any, name: str, value: int) -> bool:
+    """Set an attribute, a hyperparameter or both. Return whether either exists."""
     is_attribute = hasattr(owner, name)
     is_hyperparameter = name in getattr(owner, "hparams", {})
     if is_attribute:
@@ -336,17 +356,18 @@ def _give(owner: Any, name: str, value: int) -> bool:
 
 
 def _result(trainer: Any, model: Any, data: Any, metric: str | None, validation: Any) -> Any:
-    figures = logged(trainer)
+    """Return the logged value of ``metric``, or all logged values if ``metric`` is None.
+
+    An attempt that resumes after the last step trains nothing and logs nothing, so it validates.
+    """
+    figures = logged_figures(trainer)
+    is_logged = bool(figures) if metric is None else metric in figures
     source = type(model if data is None else data)
     inherited = _pytorch.LightningDataModule.val_dataloader
-    can_validate = validation is not None or (
-        getattr(source, "val_dataloader", inherited) is not inherited
-    )
-    is_there = bool(figures) if metric is None else metric in figures
-    if not is_there and trainer.enable_validation and can_validate:
-        # an attempt that resumes after the last step trains and logs nothing
-        trainer.validate(
-            model, validation, datamodule=data if validation is None else None, verbose=False
-        )
-        figures |= logged(trainer)
+    has_own_loader = getattr(source, "val_dataloader", inherited) is not inherited
+    can_validate = validation is not None or has_own_loader
+    if not is_logged and trainer.enable_validation and can_validate:
+        data_module = data if validation is None else None
+        trainer.validate(model, validation, datamodule=data_module, verbose=False)
+        figures |= logged_figures(trainer)
     return result_of(metric, figures)

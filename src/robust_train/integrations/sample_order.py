@@ -1,10 +1,9 @@
-"""An order of samples that a resumed run can continue at any position, and each rank's share.
+"""Gives a framework's loader an order of samples that a resumed run can continue anywhere.
 
 A shuffling loader draws its order from torch's global generator, which dropout shares. Here the
-order depends on seed and epoch alone, and an epoch can begin at any sample.
-
-In the process that trains, `take_over` changes the loaders of Lightning and accelerate, and
-`order_of_epochs` those of transformers.
+order depends on seed and epoch alone, and an epoch can start at any sample. In the attempt's
+process, `take_over` changes the loaders of Lightning and accelerate, and `order_of_epochs` changes
+the loaders of transformers.
 """
 
 from __future__ import annotations
@@ -26,37 +25,47 @@ from robust_train.step.splitting import share_of
 class StepShares:
     """Divides an epoch's samples into optimizer steps, and each step among the ranks.
 
-    How many samples a step has depends only on the product of micro-batch, accumulation and ranks.
-    Samples are counted by their position in the epoch's order. A rank with fewer micro-batches in a
-    step than the others gets another, of a single sample without weight, because all ranks must
-    reach their collectives equally often.
+    The samples of a step depend only on the product of micro-batch, accumulation and ranks. Samples
+    are identified by their position in the epoch's order.
+
+    For example, 4 ranks with a micro-batch of 2 divide an epoch of 13 samples into a step of 8 and
+    a step of 5. The step of 8 gives each rank 2 samples. In the step of 5, one rank gets 2 samples
+    and the others get 1. A rank that has fewer micro-batches in a step than the other ranks gets
+    another sample without weight, because all ranks must reach the same number of collectives.
+
+    Attributes:
+        micro_batch: samples of one rank in one forward and backward pass.
+        accumulation: micro-batches of one rank in a step.
+        rank: this rank.
+        ranks: the number of ranks.
     """
 
-    micro_batch: int  # samples of one rank in one forward and backward pass
-    accumulation: int = 1  # micro-batches of one rank in a step
+    micro_batch: int
+    accumulation: int = 1
     rank: int = 0
     ranks: int = 1
 
     @property
     def at_once(self) -> int:
-        """Samples in a micro-batch of every rank."""
+        """Samples in one micro-batch of all ranks together."""
         return self.micro_batch * self.ranks
 
     @property
-    def each(self) -> int:
-        """Samples of a rank in a step."""
+    def of_rank(self) -> int:
+        """Samples of one rank in a step."""
         return self.micro_batch * self.accumulation
 
     @property
     def effective(self) -> int:
-        """Samples in a step. An epoch's last step may have fewer."""
+        """Samples in a step on all ranks together. An epoch's last step may have fewer."""
         return self.at_once * self.accumulation
 
     def steps(self, length: int, start: int = 0) -> Iterator[range]:
         """Yield each step's samples, from ``start`` to the end of an epoch of ``length`` samples.
 
-        Frameworks count micro-batches from the start of the epoch. After another effective batch
-        size, the first step may therefore be shorter.
+        The first step is shorter if the samples before ``start`` were trained with another
+        effective batch size. Frameworks end a step after a multiple of ``accumulation``
+        micro-batches, counted from the start of the epoch.
         """
         before = self.micro_batches(range(length)) - self.micro_batches(range(start, length))
         count = self.accumulation - before % self.accumulation
@@ -67,25 +76,26 @@ class StepShares:
             count = self.accumulation
 
     def micro_batches(self, samples: Sequence[int]) -> int:
-        """Return how many micro-batches on every rank ``samples`` fill."""
+        """Return how many micro-batches each rank needs for ``samples``."""
         return -(-len(samples) // self.at_once)
 
-    def own(self, step: range) -> list[int]:
-        """Return this rank's samples of a step. The last may have no weight."""
-        mine = list(share_of(step, self.rank, self.ranks))
-        is_short = -(-len(mine) // self.micro_batch) < self.micro_batches(step)
-        if is_short:
-            mine.append(step[0])
-        return mine
+    def share(self, step: range) -> list[int]:
+        """Return this rank's samples of a step. The last sample may have no weight."""
+        samples = list(share_of(step, self.rank, self.ranks))
+        micro_batches = -(-len(samples) // self.micro_batch)
+        if micro_batches < self.micro_batches(step):
+            samples.append(step[0])
+        return samples
 
     def weight(self, step: range, number: int) -> float:
         """Return the factor for the mean loss of micro-batch ``number`` (from 0) of a step.
 
         The framework divides the loss by the accumulation and averages the gradients over the
-        ranks. The factor is 1 except in a short or uneven step, such as an epoch's last.
+        ranks. The factor is 1 except in a short or uneven step, such as an epoch's last step.
         """
-        mine = len(share_of(step, self.rank, self.ranks)) - number * self.micro_batch
-        samples = min(max(mine, 0), self.micro_batch)
+        share = share_of(step, self.rank, self.ranks)
+        left = max(len(share) - number * self.micro_batch, 0)
+        samples = min(left, self.micro_batch)
         return samples * self.accumulation * self.ranks / len(step)
 
 
@@ -93,10 +103,15 @@ _ALONE = StepShares(micro_batch=1)
 
 
 class SampleOrder(Sampler[Any]):
-    """Another sampler's first ``limit`` indices in an order that depends on seed and epoch alone.
+    """Yields the indices of another sampler, in an order that depends on seed and epoch alone.
 
-    ``generator`` is the loader's, for its workers' seeds, which depend on seed and epoch too. The
-    sampler yields only this rank's samples of each optimizer step, according to ``shares``.
+    Args:
+        sampler: the sampler that is replaced.
+        seed: the job's seed.
+        limit: the number of samples in an epoch, None for all.
+        generator: the loader's generator, from which it draws the seeds of its workers. It is
+            seeded by ``seed`` and epoch too.
+        shares: the samples of this rank in each optimizer step. Only these are yielded.
 
     Attributes:
         samples: the number of samples in a whole epoch, on all ranks together.
@@ -121,19 +136,20 @@ class SampleOrder(Sampler[Any]):
         self.begin(0)
 
     def begin(self, epoch: int, skip: int = 0) -> None:
-        """Set the next pass to ``epoch`` (from 0) without its first ``skip`` samples.
+        """Set the next pass to ``epoch``, counted from 0, without its first ``skip`` samples.
 
-        Every later pass is the next whole epoch.
+        Each pass after that is the next whole epoch.
         """
         self._epoch = epoch
         self._skip = skip
-        # a loader draws its workers' seed before the first sample
+        # A loader draws its workers' seed before the first sample.
         self._generator.manual_seed(self._seed_of(epoch))
 
     def __len__(self) -> int:
-        """Return the samples that this rank has in a whole epoch."""
-        steps, rest = divmod(self.samples, self._shares.effective)
-        return steps * self._shares.each + len(self._shares.own(range(rest)))
+        """Return the number of samples that this rank has in a whole epoch."""
+        whole_steps, rest = divmod(self.samples, self._shares.effective)
+        in_last_step = len(self._shares.share(range(rest)))
+        return whole_steps * self._shares.of_rank + in_last_step
 
     def __iter__(self) -> Iterator[Any]:
         indices = self._draw(self._epoch)
@@ -142,19 +158,21 @@ class SampleOrder(Sampler[Any]):
         return iter([indices[position] for position in self._positions(skip)])
 
     def first(self) -> Any:
-        """Return the index of the first sample of the epoch that comes next."""
+        """Return the index of the first sample of the next epoch to be read."""
         return self._draw(self._epoch)[0]
 
     def _positions(self, start: int) -> Iterable[int]:
+        """Return this rank's positions in the epoch's order, from ``start`` on."""
         if self._shares.ranks == 1:
             return range(start, self.samples)
         steps = self._shares.steps(self.samples, start)
-        return itertools.chain.from_iterable(self._shares.own(step) for step in steps)
+        return itertools.chain.from_iterable(self._shares.share(step) for step in steps)
 
     def _seed_of(self, epoch: int) -> int:
         return (self._seed * 1_000_003 + epoch) % 2**63
 
     def _draw(self, epoch: int) -> list[Any]:
+        """Return the epoch's samples in order. The program's random numbers stay as they are."""
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
         generator = getattr(self._sampler, "generator", None)
@@ -163,7 +181,8 @@ class SampleOrder(Sampler[Any]):
         seed_everything(seed)
         try:
             if isinstance(generator, torch.Generator):
-                # accelerate adds a generator if there are several ranks; the order stays the same
+                # With several ranks, accelerate adds a generator to a RandomSampler. The sampler
+                # would otherwise draw its seed like this, so the order stays the same.
                 if isinstance(self._sampler, RandomSampler):
                     seed = int(torch.empty((), dtype=torch.int64).random_())
                 generator.manual_seed(seed)
@@ -175,17 +194,19 @@ class SampleOrder(Sampler[Any]):
 def _batches_of(loader: Any) -> Any:
     """Return the batch sampler of ``loader`` if it is torch's own, otherwise None."""
     batches: Any = getattr(loader, "batch_sampler", None)
-    # accelerate wraps it if there are several ranks
+    # With several ranks, accelerate wraps the batch sampler.
     if type(batches).__name__ == "BatchSamplerShard":
         batches = batches.batch_sampler
     return batches if type(batches) is BatchSampler else None
 
 
 def order_of_epochs(loader: Any, seed: int) -> SampleOrder | None:
-    """Make an epoch's samples depend on seed and epoch, for a framework that resumes within an
-    epoch.
+    """Let the order of samples depend on seed and epoch alone.
 
-    Returns None if the loader has no sampler with a length.
+    The framework itself resumes within an epoch and divides the samples among the ranks.
+
+    Returns:
+        The loader's new sampler, or None if the loader has no sampler with a length.
     """
     batches = _batches_of(loader)
     if batches is None or not hasattr(batches.sampler, "__len__"):
@@ -195,16 +216,22 @@ def order_of_epochs(loader: Any, seed: int) -> SampleOrder | None:
 
 
 def take_over(loader: Any, *, name: str, shares: StepShares, seed: int) -> SampleOrder:
-    """Replace the sampler of ``loader``, which makes micro-batches, with a `SampleOrder`.
+    """Replace the sampler of ``loader`` with a `SampleOrder`, and return it.
 
-    With ``drop_last`` an epoch has only whole optimizer steps, which do not depend on the
-    micro-batch.
+    With ``drop_last``, an epoch loses the samples of its last, incomplete optimizer step. Torch
+    would drop those of the last micro-batch, which depend on its size.
+
+    Args:
+        loader: a loader whose batches are micro-batches.
+        name: how messages name the loader.
+        shares: the samples of each optimizer step and of this rank.
+        seed: the job's seed.
 
     Raises:
-        UserError: ``loader`` is not a plain loader of a map-style data set, or its batch size is
-            not that of ``shares``.
+        UserError: ``loader`` is not a plain loader of a map-style data set, or its batch size
+            differs from the micro-batch of ``shares``.
     """
-    loader = getattr(loader, "base_dataloader", loader)  # accelerate wraps it
+    loader = getattr(loader, "base_dataloader", loader)  # accelerate may wrap the loader
     if not isinstance(loader, DataLoader):
         raise UserError(
             f"{name}: is a {type(loader).__name__}; only a torch DataLoader can resume where an "
@@ -214,31 +241,33 @@ def take_over(loader: Any, *, name: str, shares: StepShares, seed: int) -> Sampl
     sampler: Any = getattr(batches, "sampler", None)
     if batches is None or not hasattr(sampler, "__len__"):
         raise UserError(
-            f"{name}: needs a map-style data set and batches made by batch_size=…; a batch "
-            "sampler of its own or an iterable data set cannot be resumed at a sample"
+            f"{name}: needs a map-style data set and batch_size=…; a custom batch sampler or an "
+            "iterable data set cannot be resumed at a sample"
         )
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
         raise UserError(
-            f"{name}: a DistributedSampler of your own divides the samples among the ranks, which "
-            "are divided here, too: most would never be read; leave it out"
+            f"{name}: its DistributedSampler divides the samples among the ranks, and robust-train "
+            "would divide them again, so most would never be read; leave the sampler out"
         )
     if batches.batch_size != shares.micro_batch:
-        how = "take it from cfg.training when the loader is made"
+        hint = "create the loader with cfg.training.batch_size"
         if batches.batch_size * shares.ranks == shares.micro_batch:
-            how = (
-                f"the batch is that of each of the {shares.ranks} processes, so do not divide "
-                "it by their number"
+            hint = (
+                f"this is the batch of each of the {shares.ranks} processes, so do not divide it "
+                "by their number"
             )
         raise UserError(
             f"{name}: makes batches of {batches.batch_size}, but this attempt uses "
-            f"{shares.micro_batch}; {how}"
+            f"{shares.micro_batch}; {hint}"
         )
     samples = len(sampler)
-    limit = samples // shares.effective * shares.effective if batches.drop_last else samples
+    limit = samples
+    if batches.drop_last:
+        limit -= samples % shares.effective
     if not limit:
         raise UserError(
-            f"{name}: {samples} samples make no step of {shares.effective} with drop_last; lower "
-            "training.batch_size or training.gradient_accumulation_steps"
+            f"{name}: {samples} samples are too few for a step of {shares.effective} with "
+            "drop_last; lower training.batch_size or training.gradient_accumulation_steps"
         )
     if loader.generator is None:
         loader.generator = torch.Generator()

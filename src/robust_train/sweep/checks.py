@@ -1,5 +1,8 @@
-"""Checks before the first job of a sweep starts, and mistakes that launchers of Hydra and other
-projects leave to us. Jobs check the rest."""
+"""Checks a sweep's config before its first job starts, and explains mistakes that Hydra ignores.
+
+`sweep.session` and our sweepers call it in the sweep's process. A job checks its own config again
+when it starts.
+"""
 
 from __future__ import annotations
 
@@ -30,25 +33,28 @@ from robust_train.model.spec import MAXIMIZE, MINIMIZE
 
 log = logging.getLogger("robust_train")
 
-_MOST_JOBS = 50
-MOST_SECONDS = 5.0
+_MOST_JOBS = 50  # that `check_jobs` checks
+MOST_SECONDS = 5.0  # that `check_jobs` takes, about
+
 SMALLEST_IS_BEST = re.compile(
     r"(?<![a-z])(loss|error|err|mse|rmse|mae|nll|perplexity|ppl|wer|cer|fid)(?![a-z])"
 )
-"""Names of figures whose smallest value is the best."""
+"""Matches the names of figures whose smallest value is the best."""
+
 Check = Callable[[DictConfig], None]
+"""Raises ConfigError if a job with this config cannot run."""
 
 
 @dataclass(frozen=True)
 class SweeperSettings:
-    """``hydra.sweeper`` of our sweepers."""
+    """The config group ``hydra.sweeper`` of our sweepers."""
 
-    sampler: Mapping[str, Any] | None = None  # None: every combination once
+    sampler: Mapping[str, Any] | None = None  # None runs every combination once
     pruner: Mapping[str, Any] | None = None
-    direction: str | None = None  # read by direction_of
+    direction: str | None = None  # `find_direction` reads it
     n_trials: int = 20
-    n_jobs: int | None = None
-    repeat: int = 1
+    n_jobs: int | None = None  # jobs at once, None to choose
+    repeat: int = 1  # jobs of each combination, with different seeds
     seed_key: str = "seed"
     params: Mapping[str, Any] | None = None
 
@@ -58,69 +64,84 @@ class SweeperSettings:
             if value is not None and value < 1:
                 raise ConfigError(f"hydra.sweeper.{name}={value}: must be 1 or more")
         if self.pruner is not None and self.repeat != 1:
-            # one repetition says too little of the point
+            # A combination must not be judged by only one of its seeds.
             raise ConfigError(f"hydra.sweeper.repeat={self.repeat}: a pruner needs repeat=1")
 
 
 def check_jobs(config: DictConfig, check: Check | None) -> None:
-    """Check jobs in which each value of each key occurs, a few seconds at most. Raises ConfigError:
-    a key cannot have a value, or none of these jobs can be run, for the same reason."""
-    columns = list(_overrides(config))
+    """Check a sample of a sweep's jobs, in which every value of every key occurs.
+
+    For example, ``a=1,2,3 b=x,y`` has 6 jobs, and the sample is ``a=1 b=x``, ``a=2 b=y`` and
+    ``a=3 b=x``. The check stops after `MOST_SECONDS`.
+
+    Raises:
+        ConfigError: a key cannot have one of its values, or the first two jobs cannot run for the
+            same reason.
+    """
+    columns = list(_values_of_keys(config))
     until = time.monotonic() + MOST_SECONDS
-    most = min(max(map(len, columns), default=1), _MOST_JOBS)
+    longest = max((len(column) for column in columns), default=1)
+    count = min(longest, _MOST_JOBS)
     problems = set[str]()
-    for number in range(most):
+    for number in range(count):
         job = [column[number % len(column)] for column in columns]
-        problem = _problem_of(config, job, check)
+        problem = _find_problem(config, job, check)
         problems.add(str(problem))
-        # the first two differ in all that is swept
-        if problem is not None and len(problems) == 1 and number + 1 >= min(most, 2):
+        # The first two jobs differ in every swept key, so a problem that both have is not caused
+        # by one of the values.
+        has_compared = number + 1 >= min(count, 2)
+        if problem is not None and len(problems) == 1 and has_compared:
             raise problem
         if time.monotonic() > until:
             return
 
 
-def _overrides(config: DictConfig) -> Iterator[list[str]]:
-    """Yield the first overrides that each key may have: several if the key is swept."""
-    # `${hydra:job.num}` is each job's own
+def _values_of_keys(config: DictConfig) -> Iterator[list[str]]:
+    """Yield, for each key, overrides with its first values. A key that is not swept has one."""
+    # Without resolving: `${hydra:job.num}` exists only in jobs.
     hydra: Any = OmegaConf.to_container(config.hydra)
-    # a sweeper of another kind may have a list
     params = hydra["sweeper"].get("params")
-    given = params if isinstance(params, dict) else {}
-    lines = [f"{key}={value}" for key, value in given.items()]
+    if not isinstance(params, dict):  # Ax's sweeper, for example, has another form.
+        params = {}
+    lines = [f"{key}={value}" for key, value in params.items()]
     lines += hydra["overrides"]["task"]
     parser = OverridesParser.create()
     for line in lines:
-        # a glob: the sweeper's to choose
+        # An override that cannot be expanded here, such as a glob, is left to the sweeper.
         with contextlib.suppress(Exception):
             override = parser.parse_override(line)
             values: Iterable[object] = ()
-            ends = override.value()
-            if isinstance(ends, IntervalSweep):
-                values = (ends.start, ends.end)
+            value = override.value()
+            if isinstance(value, IntervalSweep):
+                values = (value.start, value.end)
             elif override.is_sweep_override():
                 values = override.sweep_string_iterator()
             key = override.get_key_element()
-            choices = [f"{key}={value}" for value in itertools.islice(values, _MOST_JOBS)]
+            first_values = itertools.islice(values, _MOST_JOBS)
+            choices = [f"{key}={value}" for value in first_values]
             yield choices or [line]
 
 
-def _problem_of(
+def _find_problem(
     config: DictConfig, overrides: list[str], check: Check | None
 ) -> ConfigError | None:
-    """Return why a job cannot run. Raises ConfigError if no job with one of its values can."""
+    """Return why a job cannot run, or None if it can.
+
+    Raises:
+        ConfigError: Hydra refuses one of the overrides, so every job with it would fail.
+    """
     try:
         loader = GlobalHydra.instance().config_loader()
         cfg = loader.load_sweep_config(config, overrides)
     except REFUSALS as error:
         raise ConfigError(explain_job(error, config, overrides)) from error
     if check is None and not unchecked(cfg).chosen("detach"):
-        return None  # a project's main may complete it
+        return None  # The config may be incomplete until the project's ``main`` completes it.
     with open_dict(cfg):
         cfg.hydra.job.num = 0
         cfg.hydra.job.id = "0"
         cfg.hydra.runtime.output_dir = "."
-    with hydra_knows(cfg):
+    with resolve_hydra(cfg):
         with open_dict(cfg):
             del cfg["hydra"]
         cfg = complete(cfg)
@@ -133,43 +154,45 @@ def _problem_of(
     return None
 
 
-def direction_of(config: DictConfig) -> str:
-    """Return which result of a sweep is best: the largest (``maximize``) or the smallest.
+def find_direction(config: DictConfig) -> str:
+    """Return which result of a sweep is best: the largest (``maximize``) or ``minimize``.
 
-    A line says so if only the name of ``objective`` decides it, or nothing does. Raises
-    ConfigError: the sweeper's own direction is neither of them, or is not that of
-    ``sweep_direction``.
+    If the config names no direction, the name of ``objective`` decides, and a line is logged.
+
+    Raises:
+        ConfigError: the sweeper's direction is invalid, or differs from ``sweep_direction``.
     """
     settings = unchecked(config)
-    wanted = settings.sweep_direction
-    given = config.hydra.sweeper.get("direction")
-    # an enum with Hydra's own Optuna sweeper; with several objectives a list, which ranks no job
-    name = getattr(given, "name", given)
+    direction = settings.sweep_direction
+    sweepers_direction = config.hydra.sweeper.get("direction")
+    # Hydra's own Optuna sweeper has an enum here. With several objectives it has a list, which
+    # cannot rank jobs.
+    name = getattr(sweepers_direction, "name", sweepers_direction)
     if isinstance(name, str):
         if name not in (MAXIMIZE, MINIMIZE):
             raise ConfigError(f"hydra.sweeper.direction={name}: must be maximize or minimize")
-        if wanted not in ("auto", name):
+        if direction not in ("auto", name):
             raise ConfigError(
-                f"sweep_direction={wanted}, but hydra.sweeper.direction={name}: leave one out"
+                f"sweep_direction={direction}, but hydra.sweeper.direction={name}: leave one out"
             )
         return name
-    if wanted != "auto":
-        return wanted
+    if direction != "auto":
+        return direction
     objective = settings.objective
     if not objective:
         objective = config.get("optimized_metric")
-    if not objective and given is None and not settings.is_built_in:
+    if objective and SMALLEST_IS_BEST.search(str(objective).lower()):
+        log.info(
+            "the smallest %s is best, by its name; set sweep_direction=maximize if not", objective
+        )
+        return MINIMIZE
+    if not objective and sweepers_direction is None and not settings.is_built_in:
         # The trainer may return its loss, and nothing shows the direction of an unnamed result.
-        log.info("the largest result is best; sweep_direction=minimize says otherwise")
-    if not (objective and SMALLEST_IS_BEST.search(str(objective).lower())):
-        return MAXIMIZE
-    log.info(
-        "the smallest %s is best, by its name; sweep_direction=maximize says otherwise", objective
-    )
-    return MINIMIZE
+        log.info("the largest result is best; set sweep_direction=minimize if not")
+    return MAXIMIZE
 
 
-def speak_of_keys_in(config: DictConfig) -> None:
+def name_keys_as_in(config: DictConfig) -> None:
     """Let our log lines name keys as the user of this config writes them."""
     words = Words(their_keys(config))
     if words.of_log is not None:
@@ -177,8 +200,8 @@ def speak_of_keys_in(config: DictConfig) -> None:
 
 
 @contextlib.contextmanager
-def hydra_knows(config: DictConfig) -> Iterator[None]:
-    """Have ``${hydra:…}`` resolved in a config."""
+def resolve_hydra(config: DictConfig) -> Iterator[None]:
+    """Let ``${hydra:…}`` refer to this config within the block."""
     instance = HydraConfig.instance()
     before = instance.cfg
     try:
@@ -189,39 +212,45 @@ def hydra_knows(config: DictConfig) -> Iterator[None]:
 
 
 def launcher_of(config: DictConfig) -> str:
-    """Return Hydra's name of the launcher that was chosen."""
+    """Return the name of the launcher that the user chose, such as ``basic``."""
     return str(config.hydra.runtime.choices.get("hydra/launcher"))
 
 
-def misplaced_launcher(config: DictConfig, running: str) -> str:
-    """Return one line for a launcher in a job's config that Hydra silently ignores, empty if it
-    counts. ``running`` is the launcher that runs the sweep, empty if unknown."""
+def explain_ignored_launcher(config: DictConfig, running: str | None) -> str | None:
+    """Return why Hydra ignores the launcher in a job's config, or None if it does not.
+
+    ``running`` is the launcher that runs the sweep, None if it is unknown.
+    """
     chosen = launcher_of(config)
     if config.hydra.mode != RunMode.MULTIRUN:
-        if chosen == "basic" or f"hydra/launcher={chosen}" not in config.hydra.overrides.hydra:
-            return ""
+        is_on_command_line = f"hydra/launcher={chosen}" in config.hydra.overrides.hydra
+        if chosen == "basic" or not is_on_command_line:
+            return None
         return (
-            f"hydra/launcher={chosen}: a launcher runs the jobs of a sweep, and this is none; "
-            "add -m"
+            f"hydra/launcher={chosen}: a launcher runs the jobs of a sweep, and this is a single "
+            "job; add -m"
         )
-    if running in ("", chosen):
-        return ""
-    # hydra#2946: a file that the sweep varies is read per job, long after the launcher was chosen
+    if running in (None, chosen):
+        return None
+    # hydra#2946: Hydra reads a file that the sweep varies once per job, long after it chose the
+    # launcher.
     return (
         f"hydra/launcher: {chosen}: chosen in a file that the sweep itself selects, which is too "
-        f"late ({running} is running it already); put hydra/launcher={chosen} on the command line"
+        f"late, because {running} already runs the sweep; put hydra/launcher={chosen} on the "
+        "command line"
     )
 
 
-def known_problem(error: BaseException) -> tuple[str, int] | None:
-    """Return a line and an exit code for a plugin's error that the user can fix, or None."""
+def explain_plugin_error(error: BaseException) -> tuple[str, int] | None:
+    """Return a message and an exit code for a launcher's error that the user can fix, or None."""
     if isinstance(error, RuntimeError) and 'Could not detect "srun"' in str(error):
         return (
-            "hydra/launcher=submitit_slurm: no srun here; start the sweep where Slurm's commands "
-            "are, or use hydra/launcher=gpu_queue on this machine",
+            "hydra/launcher=submitit_slurm: srun is not installed here; start the sweep on a "
+            "machine with Slurm's commands, or use hydra/launcher=gpu_queue on this machine",
             EXIT_BAD_CONFIG,
         )
-    # This is submitit's error, and the table has the reason.
+    # submitit raises this error for a job that ended without a result. The sweep's table shows
+    # why the job ended.
     if type(error).__name__ == "UncompletedJobError":
         return " ".join(str(error).splitlines()[:2]), EXIT_FAILED
     return None

@@ -1,4 +1,8 @@
-"""A sweep's ``report.html``: all of its jobs on a page, with links to the report of each."""
+"""Writes a sweep's ``report.html``: all jobs on one page, with links to their reports.
+
+The sweep's process calls `write_sweep_report` when the sweep ends. ``robust-train report`` builds
+the same page later.
+"""
 
 from __future__ import annotations
 
@@ -34,21 +38,20 @@ from robust_train.sweep.record import (
 )
 from robust_train.sweep.table import best_first, common, has_results, tally, values_of, without
 
-SCHEMA = 1
-_MOST_PARAMETERS = 8
+SCHEMA = 1  # of `SweepStory.as_json`
+_MOST_PARAMETERS = 8  # that get a chart
 
 
 @dataclass(frozen=True)
 class JobStory:
-    """One job of a sweep: its row, and its story if it left a journal."""
+    """A job of a sweep: its row of ``sweep.json``, and its story if it left a journal."""
 
     row: SweepJob
     story: Story | None = field(default=None, repr=False)
 
     @property
     def hours(self) -> float:
-        """How long the job held GPUs in all its launches, in GPU-hours. On the CPU, how long it
-        ran."""
+        """The GPU-hours of the job in all its launches. For a job on the CPU, its hours."""
         if self.story is None or not self.story.seconds:
             return 0.0
         gpus = self.row.devices[-1].count(",") + 1 if self.row.devices else 1
@@ -58,20 +61,20 @@ class JobStory:
 
 @dataclass(frozen=True)
 class SweepStory:
-    """The facts of a sweep."""
+    """The facts about a sweep that its page shows."""
 
     folder: str
-    is_over: bool  # its end is recorded
-    sentence: str  # what happened
-    jobs: tuple[JobStory, ...]  # the best first
+    is_over: bool  # whether its end is recorded
+    sentence: str  # a summary
+    jobs: tuple[JobStory, ...]  # the best job first
 
     @property
     def name(self) -> str:
-        """That of its folder."""
+        """The name of the sweep's folder."""
         return Path(self.folder).resolve().name
 
     def as_json(self) -> Any:
-        """Return the story in JSON's types, schema first."""
+        """Return the story in JSON's types. The schema comes first."""
         content = {"schema": SCHEMA, "name": self.name, **vars(self)}
         jobs = [
             {"row": {**vars(job.row), **job.row.as_json()}, "story": job.story} for job in self.jobs
@@ -80,26 +83,32 @@ class SweepStory:
 
 
 def write_sweep_report(folder: Path) -> None:
-    """Write ``report.html`` into a sweep folder. A failure costs a warning."""
-    try_to_save(folder / FILE_NAME, lambda: sweep_page(sweep_story_of(folder)))
+    """Write ``report.html`` into a sweep folder. A failure only costs a warning."""
+
+    def build_page() -> str:
+        return sweep_page(read_sweep_story(folder))
+
+    try_to_save(folder / FILE_NAME, build_page)
 
 
-def sweep_story_of(folder: Path) -> SweepStory:
-    """Return the story of the sweep in a folder, as far as it can be read."""
+def read_sweep_story(folder: Path) -> SweepStory:
+    """Return the story of the sweep in a folder, as far as its files can be read."""
     table = read_table(folder)
-    if not table:
+    if table is None:
         table = SweepTable("", "")
-    # one that never started is in the table alone
+    # A job that never started has no run folder, so only the table has it.
     jobs = {row.job: JobStory(row) for row in table.jobs}
     for row in read_rows(folder, table.sweep):
-        has_story = (row.path / "journal.jsonl").exists()
-        story = story_of(read_sources(row.path)) if has_story else None
+        story = None
+        if (row.path / "journal.jsonl").exists():
+            story = story_of(read_sources(row.path))
         jobs[row.job] = JobStory(row, story)
     rows = tuple(job.row for job in jobs.values())
-    points = best_first(replace(table, jobs=rows))
-    wall = table.wall_seconds
+    combinations = best_first(replace(table, jobs=rows))
     sentence = tally(rows)
-    sentence += "." if wall is None else f" in {duration(wall)}."
+    if table.wall_seconds is not None:
+        sentence += f" in {duration(table.wall_seconds)}"
+    sentence += "."
     if values_of(rows):
         sentence += f" The {table.best_is} result is the best."
     is_over = table.status == Status.ENDED
@@ -111,101 +120,111 @@ def sweep_story_of(folder: Path) -> SweepStory:
         folder=str(folder),
         is_over=is_over,
         sentence=sentence,
-        jobs=tuple(jobs[row.job] for of_point in points for row in of_point),
+        jobs=tuple(jobs[row.job] for seeds in combinations for row in seeds),
     )
 
 
 def sweep_page(sweep: SweepStory) -> str:
-    """Return the page of a sweep."""
+    """Return the page of a sweep, as HTML."""
     reports = Reports()
+    rows = []
     values = []
     losses = []
+    shared = common([job.row.overrides for job in sweep.jobs])
     for job in sweep.jobs:
-        reports.begin(job.row.job, job.row.path)
-        label = str(job.row.job)
-        reports_of_job = reports.values.get(job.row.job)
-        curves = [tuple(reports_of_job.items())] if reports_of_job else []
-        values.append((label, curves, job.row.is_pruned))
-        losses.append((label, _losses(job.story), job.row.is_pruned))
-    same = common([job.row.overrides for job in sweep.jobs])
+        row = job.row
+        rows.append((job, without(row.overrides, shared), _link_to_report(sweep, job)))
+        reports.begin(row.job, row.path)
+        reported = reports.values.get(row.job)
+        curves = [tuple(reported.items())] if reported else []
+        label = str(row.job)
+        values.append((label, curves, row.is_pruned))
+        losses.append((label, _loss_curves(job.story), row.is_pruned))
     return render(
         "sweep.html.j2",
         title=sweep.name,
         sweep=sweep,
         has_results=has_results([job.row for job in sweep.jobs]),
-        rows=[
-            (
-                job,
-                without(job.row.overrides, same),
-                # relative: both pages can be moved together
-                os.path.join(os.path.relpath(job.row.path, sweep.folder), FILE_NAME)
-                if job.story
-                else "",
-            )
-            for job in sweep.jobs
-        ],
-        hours=_hours(sweep.jobs),
-        values=curves_of_jobs("Value", values) + _over_parameters(sweep, reports.last),
+        rows=rows,
+        hours=_describe_hours(sweep.jobs),
+        values=curves_of_jobs("Value", values) + _draw_parameters(sweep, reports.last),
         losses=curves_of_jobs("Loss", losses, may_be_log=True),
     )
 
 
-def _losses(story: Story | None) -> list[Sequence[Point]]:
-    """Return the curves of the loss of training that were not lost."""
-    curves = () if story is None else story.curves
-    losses = [c for c in curves if c.name in ("loss", "train_loss") and not c.lost]
-    return [curve.points for curve in losses if curve.name == losses[0].name]
+def _link_to_report(sweep: SweepStory, job: JobStory) -> str:
+    """Return the relative path of a job's report, empty if there is none.
+
+    With a relative path, the sweep's folder can be moved as a whole.
+    """
+    if job.story is None:
+        return ""
+    return os.path.join(os.path.relpath(job.row.path, sweep.folder), FILE_NAME)
 
 
-def _hours(jobs: Sequence[JobStory]) -> str:
-    """Return how long the jobs held GPUs, and the time that pruning saved, assuming that pruned
-    jobs would have trained as long as completed jobs."""
+def _loss_curves(story: Story | None) -> list[Sequence[Point]]:
+    """Return the curves of the training loss, without steps that were lost in a failure."""
+    if story is None:
+        return []
+    curves = [c for c in story.curves if c.name in ("loss", "train_loss") and not c.lost]
+    return [curve.points for curve in curves if curve.name == curves[0].name]
+
+
+def _describe_hours(jobs: Sequence[JobStory]) -> str:
+    """Return the GPU-hours of the jobs, and an estimate of the hours that pruning saved.
+
+    The estimate assumes that a pruned job would have trained as long as a completed job.
+    """
     spent = sum(job.hours for job in jobs)
     if not spent:
         return ""
-    on_gpus = any("cuda" in device for job in jobs for device in job.row.devices)
-    amount = number if on_gpus else _seconds_of
-    text = f"{amount(spent)} {'GPU-hours' if on_gpus else 'on the CPU'}"
+    is_on_gpus = any("cuda" in device for job in jobs for device in job.row.devices)
+
+    def amount(hours: float) -> str:
+        return number(hours) if is_on_gpus else duration(3600 * hours)
+
+    unit = "GPU-hours" if is_on_gpus else "on the CPU"
+    text = f"{amount(spent)} {unit}"
     pruned = [job.hours for job in jobs if job.row.is_pruned]
-    done = [job.hours for job in jobs if job.row.has_completed]
-    if not pruned or not done:
+    completed = [job.hours for job in jobs if job.row.has_completed]
+    if not pruned or not completed:
         return f"{text}."
-    saved = sum(max(fmean(done) - each, 0.0) for each in pruned)
+    saved = sum(max(fmean(completed) - hours, 0.0) for hours in pruned)
     return (
-        f"{text}, {amount(sum(pruned))} of them in pruned jobs; to prune them saved about "
+        f"{text}, {amount(sum(pruned))} of them in pruned jobs; pruning saved about "
         f"{amount(saved)}."
     )
 
 
-def _seconds_of(hours: float) -> str:
-    return duration(3600 * hours)
-
-
-def _over_parameters(sweep: SweepStory, last: Mapping[int, float]) -> list[Chart]:
-    """Draw the value of each job over each parameter that differs, the most important first."""
+def _draw_parameters(sweep: SweepStory, last_values: Mapping[int, float]) -> list[Chart]:
+    """Draw the jobs' values over each parameter that differs, the most important first."""
     points = defaultdict[str, list[tuple[str, float, bool]]](list)
     for job in sweep.jobs:
-        value = last.get(job.row.job) if job.row.is_pruned else job.row.value
+        row = job.row
+        # A pruned job has no result, so its last report counts.
+        value = last_values.get(row.job) if row.is_pruned else row.value
         if value is not None:
-            for override in job.row.overrides:
+            for override in row.overrides:
                 key, _, text = override.partition("=")
-                points[key].append((text, value, job.row.is_pruned))
+                points[key].append((text, value, row.is_pruned))
     varied = {}
-    for key, of_key in points.items():
-        texts = {text for text, _, _ in of_key}
+    for key, points_of_key in points.items():
+        texts = {text for text, _, _ in points_of_key}
         if len(texts) > 1:
-            varied[key] = of_key
-    shares: dict[str, float] = {}
+            varied[key] = points_of_key
+    importances: dict[str, float] = {}
     if varied and (Path(sweep.folder) / STUDY_FILE).exists():
-        # without Optuna, or of too few trials
+        # Optuna may be missing here, and refuses to rank parameters after too few trials.
         with contextlib.suppress(Exception):
             import optuna
 
             storage = storage_in(Path(sweep.folder))
-            shares = importances_of(optuna.load_study(study_name=STUDY, storage=storage))
-    keys = sorted(varied, key=lambda key: -shares.get(key, 0.0))[:_MOST_PARAMETERS]
+            importances = importances_of(optuna.load_study(study_name=STUDY, storage=storage))
+    keys = sorted(varied, key=lambda key: -importances.get(key, 0.0))[:_MOST_PARAMETERS]
     charts = []
     for key in keys:
-        note = f"Importance {percent(shares[key])}." if key in shares else ""
+        note = ""
+        if key in importances:
+            note = f"Importance {percent(importances[key])}."
         charts.append(value_over(f"Value over {key}", varied[key], note))
     return charts

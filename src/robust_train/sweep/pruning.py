@@ -1,4 +1,8 @@
-"""Which jobs of a sweep are stopped early, by the values that they have reported."""
+"""Decides which jobs of a sweep are stopped early, from the values that the jobs report.
+
+`GpuQueue` reads the jobs' journals with it in the sweep's process, and a sweep's page shows the
+values.
+"""
 
 from __future__ import annotations
 
@@ -16,53 +20,59 @@ _JOURNAL = "journal.jsonl"
 
 
 class Reports:
-    """The reports of a sweep's jobs, from their journals.
+    """The values that a sweep's jobs have reported in their journals.
 
-    ``mode`` (``min`` or ``max``) leaves out figures that no one named and that have the opposite
-    direction. If it is empty, all figures count.
+    Args:
+        mode: ``min`` or ``max``, whichever value is best in this sweep. A figure whose best value
+            is the opposite is left out. An empty mode leaves out nothing.
+
+    Attributes:
+        values: the value at each step, in order, by the job's number.
     """
 
     def __init__(self, mode: str = "") -> None:
         self._mode = mode
         self._has_warned = False
-        # The values at each step, in order, by the job's number.
         self.values: dict[int, dict[int, float]] = {}
-        self._read: dict[int, int] = {}  # bytes of each job's journal
+        self._bytes_read: dict[int, int] = {}  # of each job's journal
 
     def begin(self, job: int, folder: Path) -> None:
-        """Take what the folder of a job holds already: nothing of it is new."""
-        self._read[job] = 0
+        """Read the values that a job's folder already has."""
+        self._bytes_read[job] = 0
         self.values[job] = {}
-        self.new(job, folder)
+        self.read_new(job, folder)
 
-    def new(self, job: int, folder: Path) -> list[ValueReported]:
-        """Return what a job has reported since the last time."""
+    def read_new(self, job: int, folder: Path) -> list[ValueReported]:
+        """Read and return the values that a job has reported since the last call."""
         data = b""
         reports = []
         with contextlib.suppress(OSError), (folder / _JOURNAL).open("rb") as file:
-            file.seek(self._read[job])
+            file.seek(self._bytes_read[job])
             data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self._read[job] += len(whole)
-        for line in whole.splitlines():
+        # The job may be writing the last line, which is read when it is complete.
+        whole_lines = data[: data.rfind(b"\n") + 1]
+        self._bytes_read[job] += len(whole_lines)
+        for line in whole_lines.splitlines():
             if b'"report"' not in line:
                 continue
             with contextlib.suppress(ValueError):
                 event = parse(parse_json(line))
                 if isinstance(event, ValueReported) and self._counts(event, job):
                     reports.append(event)
-        # a step that is done again after a resume is the same report
-        self.values[job].update((report.step, report.value) for report in reports)
+        # If a job repeats steps after it resumes, the later value of a step replaces the earlier.
+        for report in reports:
+            self.values[job][report.step] = report.value
         return reports
 
     def _counts(self, event: ValueReported, job: int) -> bool:
+        """Return whether the best value of the figure is the best of this sweep."""
         if not self._mode or event.mode in (None, self._mode):
             return True
         if not self._has_warned:
             self._has_warned = True
             log.warning(
-                "job %d reports a figure whose best is not its %simum, which this sweep wants: it "
-                "is not looked at; objective= names another, sweep_direction= the other way",
+                "job %d reports a figure whose best value is not the %simum, as in this sweep; "
+                "it is ignored: set objective to another figure, or change sweep_direction",
                 job,
                 self._mode,
             )
@@ -70,25 +80,33 @@ class Reports:
 
     @property
     def last(self) -> dict[int, float]:
-        """The last report of each job."""
-        return {
-            job: reports[next(reversed(reports))] for job, reports in self.values.items() if reports
-        }
+        """The last value of each job that has reported any."""
+        last_values = {}
+        for job, values in self.values.items():
+            if values:
+                last_step = next(reversed(values))
+                last_values[job] = values[last_step]
+        return last_values
 
     def is_behind(self, job: int, patience: int) -> bool:
-        """Return whether a job's best value was worse than another job's, after as many reports, at
-        each of its last ``patience`` reports. False if that is 0, and for the best job."""
+        """Return whether a job was worse than another job at its last ``patience`` reports.
+
+        Jobs are compared by their best value up to the same number of reports. With ``patience`` 0,
+        no job is behind.
+        """
         if not patience:
             return False
         sign = -1 if self._mode == "min" else 1
-        best = {}
-        for number, each in self.values.items():
-            signed = [sign * value for value in each.values()]
-            best[number] = list(accumulate(signed, max))
-        values = best.pop(job)
-        if len(values) < patience:
+        best_so_far = {}  # The best value after each report, by the job's number.
+        for number, values in self.values.items():
+            signed = [sign * value for value in values.values()]
+            best_so_far[number] = list(accumulate(signed, max))
+        bests = best_so_far.pop(job)
+        if len(bests) < patience:
             return False
-        for at in range(len(values) - patience, len(values)):
-            if not any(len(other) > at and other[at] > values[at] for other in best.values()):
+        for index in range(len(bests) - patience, len(bests)):
+            others = [other[index] for other in best_so_far.values() if len(other) > index]
+            is_worse = any(other > bests[index] for other in others)
+            if not is_worse:
                 return False
         return True

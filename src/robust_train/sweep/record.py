@@ -1,8 +1,8 @@
-"""A sweep on disk: ``sweep_job.json`` in each job's run folder, and ``sweep.json`` of all jobs.
+"""Reads and writes a sweep on disk: ``sweep_job.json`` of each job, and ``sweep.json`` of all.
 
-A job has a single record, folded from its run folder, whichever launcher ran it. ``sweep.session``
-and ``sweep.gpu_queue`` write it, the screen and commands show it, and a later launch of the sweep
-reads it.
+`sweep.session` and `sweep.gpu_queue` write both in the processes of the sweep and of its jobs. The
+screen, the commands and a later launch of the sweep read them. A job's file only has what the run
+folder does not say. `build_row` adds the rest from the folder, whichever launcher ran the job.
 """
 
 from __future__ import annotations
@@ -40,25 +40,28 @@ if TYPE_CHECKING:
 log = logging.getLogger("robust_train")
 
 JOB_FILE = "sweep_job.json"
-STUDY_FILE = "study.jsonl"
-STUDY = "sweep"
-_LINK = "job-"  # The job's number follows: a link to a job that lies elsewhere.
+STUDY_FILE = "study.jsonl"  # Optuna's trials
+STUDY = "sweep"  # the study's name in that file
+_LINK = "job-"  # A link to a run folder outside the sweep's. The job's number follows.
 INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_OF_THE_SWEEP = re.compile(
+# Overrides that decide how jobs are run, and not what they compute.
+_RUN_OVERRIDE = re.compile(
     r"\+{0,2}(robust\.)?(sweep_(direction|fail_fast|patience)|resume|detach|notify\.\w+|"
     r"queue_priority|wait_for_gpu|gpu_wait_timeout_minutes|max_launches|max_retries|"
     r"stall_timeout_minutes)="
 )
 
 
-def of_jobs(overrides: Iterable[str]) -> list[str]:
-    """Return the overrides that say what jobs compute, and not only how they are run."""
-    return [override for override in overrides if not _OF_THE_SWEEP.match(override)]
+def select_job_overrides(overrides: Iterable[str]) -> list[str]:
+    """Return the overrides that decide what a job computes, and not only how it is run."""
+    return [override for override in overrides if not _RUN_OVERRIDE.match(override)]
 
 
 class Status:
-    """The status of a job of a sweep, or of a sweep. For a running job it is the name of its
-    state."""
+    """The status of a job of a sweep, or of a sweep.
+
+    A running job may also have the name of its state as its status, such as ``training``.
+    """
 
     STARTED = "started"  # the status until the job's end is known
     COMPLETED = "completed"
@@ -74,9 +77,9 @@ class Status:
 
 @dataclass(frozen=True)
 class SweepJob:
-    """One job of a sweep, as in ``sweep.json``. None means unknown or absent."""
+    """One job of a sweep, a row of ``sweep.json``. None means unknown or absent."""
 
-    job: int  # its number
+    job: int  # the job's number
     overrides: tuple[str, ...]
     sweep: str = ""  # the id of the sweep's launch that ran or reused it
     status: str = Status.STARTED
@@ -88,32 +91,32 @@ class SweepJob:
     total_steps: int | None = None
     result: Any = None  # the objective
     wall_seconds: float | None = None
-    wait_seconds: float | None = None  # the part of it spent waiting for a GPU
+    wait_seconds: float | None = None  # the part of `wall_seconds` spent waiting for a GPU
     reused: bool = False  # completed in an earlier launch of the sweep
-    # one sentence for any end except `completed`, which has one only if it is in doubt
+    # A sentence about the end. A completed job has a reason only if its end is in doubt.
     reason: str | None = None
-    folder: str | None = None  # None: not started
-    # the number of the combination, which `repeat` jobs share
+    folder: str | None = None  # the run folder, None before the job starts
+    # The number of the combination of values. With repeat=3, three jobs share it.
     trial: int | None = None
 
     @property
     def path(self) -> Path:
-        """Its run folder, once it has started."""
+        """The run folder of a job that has started."""
         return Path(self.folder or "")
 
     @property
     def is_running(self) -> bool:
-        """Whether it has begun and not ended."""
+        """Whether the job has started and not ended."""
         return self.exit_code is None and self.status != Status.NOT_STARTED
 
     @property
     def has_completed(self) -> bool:
-        """Whether it ran to its end, and may have a result."""
+        """Whether the job ran to its end. Only such a job has a result."""
         return self.status == Status.COMPLETED
 
     @property
     def is_pruned(self) -> bool:
-        """Whether it was ended early: it is over, and has no result."""
+        """Whether the sweep stopped the job early. A pruned job is over and has no result."""
         return self.status == Status.PRUNED
 
     @property
@@ -132,29 +135,33 @@ class SweepJob:
 
     @property
     def why(self) -> str | None:
-        """The reason for its end, or why the result of a completed job cannot be ranked."""
+        """The reason for the job's end, or why the result of a completed job has no rank."""
         if self.reason or not self.has_completed or self.value is not None:
             return self.reason
         result = self.result
-        what = "not a number"
-        # NaN differs from itself; isnan() would raise for an integer that no float holds
-        if isinstance(result, (int, float)) and result == result:
-            what = "not finite"
-        return f"its result is {what}: {shorten(repr(result), 100)}"
+        problem = "not a number"
+        # NaN is the only number that differs from itself. `math.isnan` would raise for an integer
+        # that is too large for a float.
+        is_nan = result != result
+        if isinstance(result, (int, float)) and not is_nan:
+            problem = "not finite"
+        return f"its result is {problem}: {shorten(repr(result), 100)}"
 
-    def varies_as(self, other: SweepJob) -> bool:
-        """Return whether the other job computes the same: the order of overrides does not matter,
-        nor how a job is run."""
-        ours, others = map(of_jobs, (self.overrides, other.overrides))
-        return sorted(ours) == sorted(others)
+    def computes_same_as(self, other: SweepJob) -> bool:
+        """Return whether both jobs have the same overrides, in any order.
 
-    def refused(self, reason: str) -> SweepJob:
+        Overrides that only decide how a job is run do not count.
+        """
+        overrides = select_job_overrides(self.overrides)
+        other_overrides = select_job_overrides(other.overrides)
+        return sorted(overrides) == sorted(other_overrides)
+
+    def as_refused(self, reason: str) -> SweepJob:
         """Return the job marked as refused."""
         return replace(self, status=Status.REFUSED, exit_code=EXIT_BAD_CONFIG, reason=reason)
 
     def write(self, folder: Path) -> None:
-        """Write the record into the run folder, whole or not at all. A full disk costs a
-        warning."""
+        """Write the record into the run folder, atomically. A full disk only costs a warning."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             content = {"schema": 2, **vars(self), **lacked_by_json(self.result)}
@@ -163,35 +170,49 @@ class SweepJob:
             log.warning("cannot write to %s: %s", folder, error.strerror)
 
     def as_row(self) -> dict[str, Json]:
-        """Return the row without the sweep's id, which the table has."""
+        """Return the fields without the sweep's id, which the table has once for all jobs."""
         row = {**vars(self), "reason": self.why}
         del row["sweep"]
         return row
 
     def as_json(self) -> dict[str, Json]:
-        """Return the row for ``sweep.json``."""
+        """Return the fields for ``sweep.json``."""
         return self.as_row() | lacked_by_json(self.result)
 
     @classmethod
     def parse(cls, content: Any) -> SweepJob:
-        """Return the job in a file's content. Raises MalformedEventError if there is none."""
+        """Return the job in a file's content.
+
+        Raises:
+            MalformedEventError: the content is not a job.
+        """
         return from_json(cls, with_lacked_by_json(content))
 
 
-def begun(job: SweepJob, earlier: SweepJob | None, *, resume: bool) -> tuple[SweepJob, bool]:
-    """Return the record of a job that is about to start in a folder that may have an ``earlier``
-    record, and whether the folder's content belongs to this job, to be resumed.
+def start_record(job: SweepJob, earlier: SweepJob | None, *, resume: bool) -> tuple[SweepJob, bool]:
+    """Decide whether a job that is about to start continues the job that ran in its folder.
 
-    A job that is over joins this launch as it is.
+    Args:
+        job: the job that is about to start.
+        earlier: the record in its run folder, None without one.
+        resume: whether the user resumes an earlier launch of the sweep.
+
+    Returns:
+        The job's record, and whether the folder's content belongs to the job. If the earlier job
+        is over, the record is the earlier one, as part of this launch.
     """
     if earlier is None:
         return job, resume
-    # the same launch: Slurm put the job back into its queue, so it resumes anyway
-    stays = job.varies_as(earlier) and (resume or earlier.sweep == job.sweep)
-    if not stays or not (earlier.has_completed or earlier.is_pruned):
-        return job, stays
-    mine = {n: getattr(job, n) for n in ("job", "overrides", "sweep", "trial")}
-    return replace(earlier, **mine, reused=True), True
+    # Within a launch, Slurm may have put the job back into its queue, so it resumes in any case.
+    is_same_launch = earlier.sweep == job.sweep
+    continues = job.computes_same_as(earlier) and (resume or is_same_launch)
+    is_over = earlier.has_completed or earlier.is_pruned
+    if not continues or not is_over:
+        return job, continues
+    reused = replace(
+        earlier, job=job.job, overrides=job.overrides, sweep=job.sweep, trial=job.trial, reused=True
+    )
+    return reused, True
 
 
 def read_record(folder: Path) -> SweepJob | None:
@@ -202,14 +223,21 @@ def read_record(folder: Path) -> SweepJob | None:
 
 
 def read_row(folder: Path) -> SweepJob | None:
-    """Return the job in ``folder`` as it is now, or None if its record cannot be read."""
+    """Return the current state of the job in ``folder``, None if its record cannot be read."""
     record = read_record(folder)
-    return None if record is None else row_of(record, folder)
+    if record is None:
+        return None
+    return build_row(record, folder)
 
 
-def row_of(job: SweepJob, folder: Path, returncode: int | None = None) -> SweepJob:
-    """Return the job of this record as it is now, by its run folder. ``returncode`` is the exit
-    code of its process, if the caller knows that the process has ended."""
+def build_row(job: SweepJob, folder: Path, returncode: int | None = None) -> SweepJob:
+    """Return the current state of a job, from its record and its run folder.
+
+    Args:
+        job: the job's record.
+        folder: its run folder.
+        returncode: the exit code of the job's process, None if the process may still run.
+    """
     summary = read_summary(folder)
     attempts = tuple[Attempt, ...]()
     state = read_state(folder)
@@ -219,21 +247,18 @@ def row_of(job: SweepJob, folder: Path, returncode: int | None = None) -> SweepJ
         attempts = summary.attempts
         job = replace(job, wall_seconds=summary.wall_seconds, wait_seconds=summary.wait_seconds)
     if job.status != Status.STARTED:
-        pass  # recorded by its own process
+        pass  # The job's own process has recorded its end.
     elif summary is not None:
         status = summary.status
-        job = replace(
-            job,
-            status=status,
-            exit_code=EXIT_CODES.get(status, 143),  # interrupted
-            reason=summary.reason,
-            result=summary.objective if status == Status.COMPLETED else None,
-        )
+        result = summary.objective if status == Status.COMPLETED else None
+        exit_code = EXIT_CODES.get(status, 143)  # An interrupted job has no code of its own there.
+        job = replace(job, status=status, exit_code=exit_code, reason=summary.reason, result=result)
     elif returncode is None and is_alive(folder, has_ended=has_ended):
         job = replace(job, status=Status.RUNNING)
         if state is not None and not state.is_final:
             job = replace(job, status=state.state)
-            attempts = (state.attempt,) if state.attempt else ()
+            if state.attempt is not None:
+                attempts = (state.attempt,)
     else:
         status, code, reason = ending_of_process(returncode)
         job = replace(job, status=status, exit_code=code, reason=reason)
@@ -251,37 +276,50 @@ def row_of(job: SweepJob, folder: Path, returncode: int | None = None) -> SweepJ
 
 
 def ending_of_process(returncode: int | None) -> tuple[str, int, str | None]:
-    """Return status, exit code and reason of a job that left nothing but its process's end."""
+    """Return status, exit code and reason of a job that left no summary.
+
+    ``returncode`` is the exit code of its process, None if it is unknown.
+    """
     if returncode is None:
         return Status.DIED, 1, "its process ended without a summary"
     if returncode == 0:
         return Status.COMPLETED, 0, None
     signum = -returncode if returncode < 0 else returncode - 128
     if signum in INTERRUPTIONS:
-        why = f"interrupted by {signal_name(signum)} before it had begun"
-        return Status.INTERRUPTED, 128 + signum, why
+        reason = f"interrupted by {signal_name(signum)} before it started"
+        return Status.INTERRUPTED, 128 + signum, reason
     if returncode < 0:
-        return (Status.DIED, 1, f"its process was killed by {signal_name(signum)}")
-    why = f"its process ended with exit code {returncode} and without a summary"
-    return Status.DIED, returncode, why
+        return Status.DIED, 1, f"its process was killed by {signal_name(signum)}"
+    reason = f"its process ended with exit code {returncode} and without a summary"
+    return Status.DIED, returncode, reason
 
 
 def read_rows(sweep_folder: Path, sweep: str) -> list[SweepJob]:
-    """Return the rows of the jobs of this launch of a sweep. The folder may hold others."""
-    rows = map(read_row, job_folders(sweep_folder))
-    return [row for row in rows if row is not None and row.sweep == sweep]
+    """Return the jobs of one launch of a sweep. The folder may have jobs of other launches."""
+    rows = []
+    for folder in job_folders(sweep_folder):
+        row = read_row(folder)
+        if row is not None and row.sweep == sweep:
+            rows.append(row)
+    return rows
 
 
 def exit_code_of(rows: Sequence[SweepJob]) -> int:
-    """Return the code of the first job that failed by itself, or else of the first stopped job."""
-    failed = sorted(rows, key=lambda row: row.status == Status.INTERRUPTED)
-    return next((row.exit_code for row in failed if row.exit_code), 0)
+    """Return the exit code of the first job that failed, or else of the first interrupted job."""
+    code_of_interrupted = 0
+    for row in rows:
+        if not row.exit_code:
+            continue
+        if row.status != Status.INTERRUPTED:
+            return row.exit_code
+        code_of_interrupted = code_of_interrupted or row.exit_code
+    return code_of_interrupted
 
 
 def link_outside(folder: Path, job: int, sweep_folder: Path) -> None:
-    """Leave a link in a sweep's folder to a job's run folder that lies elsewhere.
+    """Create a link in a sweep's folder to a run folder outside of it.
 
-    ``hydra.sweep.subdir`` may lead out of the folder, in which the jobs are looked for.
+    ``hydra.sweep.subdir`` may lead out of the sweep's folder. `job_folders` follows the link.
     """
     if folder.resolve().is_relative_to(sweep_folder.resolve()):
         return
@@ -299,14 +337,17 @@ def link_outside(folder: Path, job: int, sweep_folder: Path) -> None:
 
 
 def job_folders(sweep_folder: Path) -> Iterator[Path]:
-    """Yield every run folder of a sweep. ``hydra.sweep.subdir`` may have several levels, and lead
-    out of it."""
+    """Yield every run folder of a sweep.
+
+    With ``hydra.sweep.subdir``, run folders may be several levels below the sweep's folder, or
+    outside of it.
+    """
     for link in sorted(sweep_folder.glob(f"{_LINK}*")):
         if link.is_symlink() and (link / JOB_FILE).exists():
             yield link.resolve()
     for folder, names, files in os.walk(sweep_folder):
         if ".hydra" in names or JOB_FILE in files:
-            names.clear()  # no job lies inside another
+            names.clear()  # A run folder contains no other run folder.
             yield Path(folder)
         else:
             names[:] = sorted(name for name in names if not name.startswith("."))
@@ -314,7 +355,7 @@ def job_folders(sweep_folder: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class SweepTable:
-    """The content of ``sweep.json``. A running sweep has no rows yet."""
+    """The content of ``sweep.json``. While the sweep runs, it has no jobs."""
 
     sweep: str
     launcher: str
@@ -323,12 +364,10 @@ class SweepTable:
     wall_seconds: float | None = None
     jobs: tuple[SweepJob, ...] = ()
     schema: int = SCHEMA
-    # a shell command, for any working directory
-    resume_command: str | None = None
-    # The overrides of the command.
-    overrides: tuple[str, ...] = ()
-    direction: str = MAXIMIZE  # or MINIMIZE: which result is best
-    repeat: int = 1  # jobs of each point, which differ in their seeds
+    resume_command: str | None = None  # works in any working directory
+    overrides: tuple[str, ...] = ()  # of the user's command
+    direction: str = MAXIMIZE  # which result is best
+    repeat: int = 1  # the jobs of each combination of values, which differ in their seeds
 
     @property
     def sign(self) -> int:
@@ -337,11 +376,15 @@ class SweepTable:
 
     @property
     def best_is(self) -> str:
-        """Which result is the best, in a word."""
+        """Which result is the best: ``largest`` or ``smallest``."""
         return "largest" if self.sign > 0 else "smallest"
 
     def write(self, folder: Path) -> None:
-        """Write ``sweep.json``. Raises OSError if that is not possible."""
+        """Write ``sweep.json``.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
         content = {**vars(self), "jobs": [row.as_json() for row in self.jobs]}
         write_json(folder / SWEEP_FILE, content, indent=2)
 
@@ -353,16 +396,22 @@ def read_table(folder: Path) -> SweepTable | None:
     return None
 
 
-def is_anothers(sweep_folder: Path, sweep: str) -> bool:
-    """Return whether another sweep has started in a folder that was removed while the sweep with
-    this id ran. Code that writes into the folder calls this first."""
+def is_taken_over(sweep_folder: Path, sweep: str) -> bool:
+    """Return whether another sweep has started in the folder of the sweep with this id.
+
+    That happens if the folder is removed while the sweep runs. Code that writes into the folder
+    calls this first.
+    """
     table = read_table(sweep_folder)
     return bool(sweep) and table is not None and table.sweep != sweep
 
 
 def storage_in(folder: Path) -> JournalStorage:
-    """Return the storage of the study in ``folder``. It takes no extra lock, because a sweep has a
-    single launcher, and Optuna breaks its lock after 30 s."""
+    """Return the storage of the search in a sweep's folder.
+
+    It has no lock. The sweep's own lock already excludes other writers, and Optuna would break its
+    lock after 30 s.
+    """
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 

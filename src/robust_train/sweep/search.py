@@ -1,8 +1,7 @@
-"""A search: Optuna chooses the next trial, each time a job can start.
+"""Runs a search: Optuna chooses the values of the next trial whenever a job can start.
 
-:class:`.gpu_queue.GpuQueue` asks for jobs and reports their ends, in the process of the sweep. The
-study is a single file in the sweep's folder, where a later launch that continues it finds the
-trials.
+`GpuQueue` asks a `Search` for jobs and reports their ends, in the sweep's process. Optuna's study
+is a file in the sweep's folder, so a later launch continues with the trials of earlier launches.
 """
 
 from __future__ import annotations
@@ -43,19 +42,32 @@ from robust_train.sweep.record import (
     Status,
     SweepJob,
     job_folders,
-    of_jobs,
     read_row,
+    select_job_overrides,
     storage_in,
 )
 
 log = logging.getLogger("robust_train")
 
-_SEEDS = 2**32
-_SEEDS_APART = 1_000_003
+_SEEDS = 2**32  # numpy accepts smaller seeds only.
+_SEED_STEP = 1_000_003  # between the samplers' seeds of two searches with neighbouring seeds
 
 
 class Search(Jobs):
-    """Trials of the ``swept`` keys. Each has a job for each of ``seeds``."""
+    """The trials of a search, as jobs for the queue.
+
+    A trial is a combination of values. It has one job for each seed.
+
+    Args:
+        queue: the queue of the sweep.
+        swept: the keys to search, with their ranges in Hydra's syntax.
+        fixed: the overrides that all jobs have.
+        seeds: the overrides of each of a trial's jobs.
+        settings: the user's settings of the search.
+
+    Raises:
+        ConfigError: a range cannot be searched, or the study cannot be continued.
+    """
 
     def __init__(
         self,
@@ -68,177 +80,202 @@ class Search(Jobs):
         super().__init__({})
         self._folder = queue.folder
         self._settings = settings
-        self._space = {key: distribution(override) for key, override in swept.items()}
+        self._space = {key: build_distribution(override) for key, override in swept.items()}
         self._fixed = fixed
         self._seeds = seeds
-        self.most = settings.n_trials * len(seeds)
-        self._had: dict[int, Trial] = {}  # trials that this launch has started, by number
-        # ended jobs of each of them
-        self._rows: dict[int, list[SweepJob]] = {}
-        self._is_over = False
-        pruner = _made(settings.pruner)
+        self.max_jobs = settings.n_trials * len(seeds)
+        self._started: dict[int, Trial] = {}  # the trials that this launch started, by number
+        self._ended_jobs: dict[int, list[SweepJob]] = {}  # of each of these trials
+        self._has_all_trials = False
+        pruner = _instantiate(settings.pruner)
         self.prunes = pruner is not None
+        if pruner is None:
+            pruner = NopPruner()
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        direction = queue.sweep.table.direction
+        self._study = self._open_study(queue.sweep.table.direction, pruner)
+        self._adopt_ended_trials(queue.sweep.table.sweep)
+
+    def _open_study(self, direction: str, pruner: Any) -> Any:
+        """Return the study in the sweep's folder. It is created if there is none."""
         drop_torn_line(self._folder / STUDY_FILE)
         try:
-            self._study = optuna.create_study(
+            study = optuna.create_study(
                 study_name=STUDY,
                 storage=storage_in(self._folder),
                 direction=StudyDirection[direction.upper()],
-                pruner=pruner if pruner else NopPruner(),
+                pruner=pruner,
                 load_if_exists=True,
             )
         except Exception as error:  # A damaged file raises any kind of error.
             raise ConfigError(
                 f"{self._folder / STUDY_FILE}: {named_line(error)}; choose another "
-                "hydra.sweep.dir, or move the file away to begin the search again"
+                "hydra.sweep.dir, or move the file away to start the search again"
             ) from error
-        begun = {"repeat": settings.repeat, "direction": direction}
-        attributes = self._study.user_attrs or begun
-        if attributes != begun:
+        settings = {"repeat": self._settings.repeat, "direction": direction}
+        earlier_settings = study.user_attrs or settings
+        if earlier_settings != settings:
             raise ConfigError(
-                f"the search in {self._folder} was begun with hydra.sweeper.repeat="
-                f"{attributes['repeat']} and direction={attributes['direction']}; choose another "
-                "hydra.sweep.dir"
+                f"the search in {self._folder} was started with hydra.sweeper.repeat="
+                f"{earlier_settings['repeat']} and direction={earlier_settings['direction']}; "
+                "choose another hydra.sweep.dir"
             )
-        for name, value in begun.items():
-            self._study.set_user_attr(name, value)
-        self._adopt_ended_trials(queue.sweep.table.sweep)
+        for name, value in settings.items():
+            study.set_user_attr(name, value)
+        return study
 
     def _adopt_ended_trials(self, sweep: str) -> None:
-        """Add the jobs of trials that ended in an earlier launch to this launch, and warn if they
-        had other overrides."""
+        """Make the jobs of trials that ended in an earlier launch part of this launch.
+
+        Log a warning if their fixed overrides differ from those of this launch.
+        """
         ended = {trial.number for trial in self._trials() if trial.state.is_finished()}
         seed_keys = [seed.partition("=")[0] for seed in self._seeds[0]]
-        drawn = (*self._space, *seed_keys)
-        changed = set[str]()
+        keys_of_trial = (*self._space, *seed_keys)
+        fixed = set(self._fixed)
+        differing = set[str]()
         for folder in job_folders(self._folder):
             row = read_row(folder)
-            if row and row.trial in ended and row.sweep != sweep:
-                replace(row, sweep=sweep, reused=True).write(folder)
-                before = {word for word in row.overrides if word.partition("=")[0] not in drawn}
-                changed |= before ^ {*self._fixed}
-        others = public_command(of_jobs(sorted(changed)))
-        if others:
+            if row is None or row.sweep == sweep or row.trial not in ended:
+                continue
+            replace(row, sweep=sweep, reused=True).write(folder)
+            earlier_fixed = {
+                override
+                for override in row.overrides
+                if override.partition("=")[0] not in keys_of_trial
+            }
+            differing |= earlier_fixed ^ fixed
+        shown = public_command(select_job_overrides(sorted(differing)))
+        if shown:
             log.warning(
                 "trials that have ended count, though not all had the same overrides (%s); "
-                "another hydra.sweep.dir begins a new search",
-                " ".join(others),
+                "another hydra.sweep.dir starts a new search",
+                " ".join(shown),
             )
 
     @property
     def is_over(self) -> bool:
-        """Whether there is no further job: each trial has ended, or was started here."""
-        return self._is_over and not self._waiting
+        """Whether every trial has ended, or was started by this launch."""
+        return self._has_all_trials and not self._waiting
 
-    def next(self) -> tuple[int, Sequence[str]] | None:
+    def take_next(self) -> tuple[int, Sequence[str]] | None:
         """Return the next job of an unfinished trial, or of a new trial."""
         if not self._waiting:
-            trial = self._next_trial()
+            trial = self._start_trial()
             if trial is None:
+                self._has_all_trials = True
                 return None
-            self._had[trial.number] = trial
-            self._rows[trial.number] = []
+            self._started[trial.number] = trial
+            self._ended_jobs[trial.number] = []
             first = trial.number * len(self._seeds)
-            point = [f"{key}={trial.params[key]}" for key in self._space]
+            chosen = [f"{key}={trial.params[key]}" for key in self._space]
             for number, seed in enumerate(self._seeds, first):
-                self._waiting[number] = self._fixed + point + seed
-        return super().next()
+                self._waiting[number] = self._fixed + chosen + seed
+        return super().take_next()
 
-    def _next_trial(self) -> Trial | None:
-        """Return a trial that an earlier launch left, or a new trial, with a value of each key.
-        None if there are enough trials."""
+    def _start_trial(self) -> Trial | None:
+        """Return a trial that an earlier launch left unfinished, or a new trial, with its values.
+
+        Returns None if there are ``n_trials`` trials already.
+        """
         trials = self._trials()
-        left = [
+        unfinished = [
             trial
             for trial in trials
-            if not trial.state.is_finished() and trial.number not in self._had
+            if not trial.state.is_finished() and trial.number not in self._started
         ]
-        if left:
-            self._study.sampler = self._sampler(left[0].number)
-            trial: Trial = open_trial(self._study, left[0])
+        if unfinished:
+            self._study.sampler = self._create_sampler(unfinished[0].number)
+            trial: Trial = open_trial(self._study, unfinished[0])
         elif len(trials) < self._settings.n_trials:
-            self._study.sampler = self._sampler(len(trials))
+            self._study.sampler = self._create_sampler(len(trials))
             trial = self._study.ask()
         else:
-            self._is_over = True
             return None
         for name, space in self._space.items():
             try:
-                # a trial of a launcher that was killed may lack some of its values
+                # A trial whose sweep was killed may lack some values. Others stay as they are.
                 suggest(trial, name, space)
             except ValueError as error:
                 problem = f"{name}: {error}; choose another hydra.sweep.dir"
                 raise ConfigError(problem) from error
         return trial
 
-    def _sampler(self, trial: int) -> Any:
+    def _create_sampler(self, trial: int) -> Any:
         """Return a sampler for this trial alone, so that it draws the same values after a kill."""
-        wanted = dict(self._settings.sampler or {})
-        if wanted.get("seed") is not None:
-            seed = int(wanted["seed"]) * _SEEDS_APART + trial
-            wanted["seed"] = seed % _SEEDS  # numpy takes no other
-        return _made(wanted)
+        arguments = dict(self._settings.sampler or {})
+        if arguments.get("seed") is not None:
+            seed = int(arguments["seed"]) * _SEED_STEP + trial
+            arguments["seed"] = seed % _SEEDS
+        return _instantiate(arguments)
 
-    def reported(self, job: int, values: Sequence[ValueReported]) -> str:
-        """Report a job's values to its trial, and return why the pruner stops it, if it does."""
+    def find_reason_to_prune(self, job: int, values: Sequence[ValueReported]) -> str | None:
+        """Report a job's values to its trial. Return why the pruner stops the job, or None."""
         if not self.prunes:
-            return ""
-        trial = self._had[job]
+            return None
+        # With a pruner, `repeat` is 1, so a job has the number of its trial.
+        trial = self._started[job]
         reported = self._trials()[job].intermediate_values
         for event in values:
-            # the job reported it before it was resumed, or Optuna refuses the step
+            # A resumed job reports some steps again, and Optuna refuses negative steps.
             if event.step in reported or event.step < 0:
                 continue
             trial.report(event.value, event.step)
             if trial.should_prune():
                 name = type(self._study.pruner).__name__
                 return f"{event.value:.6g} at step {event.step} ({name})"
-        return ""
+        return None
 
-    def ended(self, row: SweepJob) -> None:
-        """Tell the study how a trial went once all its jobs have ended."""
+    def record_end(self, row: SweepJob) -> None:
+        """Record the result of a trial in the study once all its jobs have ended.
+
+        A trial with an interrupted job stays unfinished, so that a later launch continues it.
+        """
         assert row.trial is not None
-        rows = self._rows[row.trial]
+        rows = self._ended_jobs[row.trial]
         rows.append(row)
-        is_whole = len(rows) == len(self._seeds)
-        if is_whole and all(map(_is_final, rows)):  # else it can continue later
-            self._tell(self._had[row.trial], rows)
+        have_all_ended = len(rows) == len(self._seeds)
+        if have_all_ended and all(_is_final(each) for each in rows):
+            self._record_result(self._started[row.trial], rows)
 
-    def _tell(self, trial: Trial, rows: Sequence[SweepJob]) -> None:
+    def _record_result(self, trial: Trial, rows: Sequence[SweepJob]) -> None:
+        """Record the mean of the jobs' results, or that the trial was pruned or has failed."""
         values = [row.value for row in rows if row.value is not None]
+        completed = [row for row in rows if row.has_completed]
         if any(row.is_pruned for row in rows):
             self._study.tell(trial, state=TrialState.PRUNED)
-        elif values and len(values) == sum(row.has_completed for row in rows):
+        elif values and len(values) == len(completed):
             self._study.tell(trial, fmean(values))
         else:
-            reason = "; ".join(dict.fromkeys(row.why for row in rows if row.why))
-            if all(row.has_completed for row in rows):
+            reasons = [row.why for row in rows if row.why]
+            reason = "; ".join(dict.fromkeys(reasons))
+            if len(completed) == len(rows):
                 log.warning("trial %d counts as failed: %s", trial.number, reason)
             trial.set_user_attr("reason", reason)
             self._study.tell(trial, state=TrialState.FAIL)
 
     def _trials(self) -> list[FrozenTrial]:
-        return self._study.get_trials(deepcopy=False)
+        """Return the trials of all launches, by number."""
+        trials: list[FrozenTrial] = self._study.get_trials(deepcopy=False)
+        return trials
 
 
 def drop_torn_line(path: Path) -> None:
-    """Cut off the last line of a file if a kill or a power cut has left only a part of it."""
+    """Cut off an incomplete last line of a file, which a kill or a power cut may leave."""
     with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
-        whole = file.read().rfind(b"\n") + 1
-        file.truncate(whole)
+        end_of_last_line = file.read().rfind(b"\n") + 1
+        file.truncate(end_of_last_line)
 
 
-def _made(wanted: Any) -> Any:
-    """Return the sampler or pruner that its ``_target_`` creates. Its arguments may have a
-    ``_target_`` too."""
-    # not with Hydra's `instantiate`, which from 1.4 on needs a list of allowed targets
-    if isinstance(wanted, list):
-        return [_made(each) for each in wanted]
-    if not isinstance(wanted, dict):
-        return wanted
-    arguments = {key: _made(value) for key, value in wanted.items()}
+def _instantiate(config: Any) -> Any:
+    """Create the sampler or pruner that ``_target_`` names. Arguments may have ``_target_`` too.
+
+    From version 1.4 on, Hydra's own ``instantiate`` needs a list of allowed targets.
+    """
+    if isinstance(config, list):
+        return [_instantiate(each) for each in config]
+    if not isinstance(config, dict):
+        return config
+    arguments = {key: _instantiate(value) for key, value in config.items()}
     target = arguments.pop("_target_", None)
     if target is None:
         return arguments
@@ -257,9 +294,14 @@ def _is_final(row: SweepJob) -> bool:
     return row.has_completed or row.is_pruned
 
 
-def distribution(override: Override) -> BaseDistribution:
-    """Return the distribution of a key, from Hydra's grammar. ``tag(log, …)`` means by magnitude.
-    Raises ConfigError if Optuna lacks such a distribution."""
+def build_distribution(override: Override) -> BaseDistribution:
+    """Return Optuna's distribution for a range in Hydra's syntax.
+
+    For example, ``lr=tag(log,interval(1e-5,1e-1))`` is searched by magnitude.
+
+    Raises:
+        ConfigError: Optuna has no such distribution.
+    """
     value: Any = override.value()
     is_log = "log" in getattr(value, "tags", ())
     try:
@@ -279,11 +321,11 @@ def distribution(override: Override) -> BaseDistribution:
             if isinstance(value.start, int) and isinstance(step, int):
                 return IntDistribution(int(low), int(high), log=is_log, step=step)
             return FloatDistribution(low, high, step=step)
-        return CategoricalDistribution(
-            [
-                each if isinstance(each, (bool, int, float)) else str(each)
-                for each in override.sweep_iterator(transformer=Transformer.encode)
-            ]
-        )
+        choices: list[Any] = []
+        for choice in override.sweep_iterator(transformer=Transformer.encode):
+            if not isinstance(choice, (bool, int, float)):
+                choice = str(choice)
+            choices.append(choice)
+        return CategoricalDistribution(choices)
     except (ValueError, AssertionError) as error:
         raise ConfigError(f"{override.input_line}: {error}") from error

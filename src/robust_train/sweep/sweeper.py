@@ -1,5 +1,8 @@
-"""Our sweepers: each combination of a grid (``hydra/sweeper=robust_grid``), or what Optuna suggests
-(``robust_optuna``), never in batches.
+"""Runs our sweepers: ``hydra/sweeper=robust_grid`` and ``hydra/sweeper=robust_optuna``.
+
+Hydra's plugin calls `sweep` in the sweep's process. The grid runs every combination of values, and
+Optuna chooses them one by one. Both start a job whenever there is room, and never wait for a batch
+of jobs to end.
 """
 
 from __future__ import annotations
@@ -25,57 +28,74 @@ def sweep(
     given: Mapping[str, Any],
     arguments: Sequence[str],
 ) -> None:
-    """Run a sweep, of which ``hydra.sweeper`` is ``given``, to its end.
+    """Run a sweep to its end.
+
+    Args:
+        context, task_function, config: Hydra's.
+        given: the config group ``hydra.sweeper``.
+        arguments: the overrides on the command line.
 
     Raises:
-        ConfigError: what was asked for cannot be searched.
+        ConfigError: the sweep cannot run with this config.
         JobInterrupted: a signal ended the sweep, after every job has ended.
     """
     launcher = launcher_of(config)
     if launcher not in ("basic", "gpu_queue"):
         raise ConfigError(
-            f"hydra/launcher={launcher}: this sweeper runs its jobs itself, on the machine that it "
-            "is started on; leave the launcher out"
+            f"hydra/launcher={launcher}: this sweeper runs its jobs itself, on the machine where "
+            "it is started; leave the launcher out"
         )
-    content: Any = OmegaConf.to_container(OmegaConf.create(dict(given)))
-    unknown = sorted(content.keys() - vars(SweeperSettings()).keys())
-    if unknown:
-        raise ConfigError(f"hydra.sweeper.{unknown[0]}: no such key")
-    try:
-        settings = from_json(SweeperSettings, content)
-    except MalformedEventError as error:
-        problem = str(error).replace("SweeperSettings", "hydra.sweeper")
-        raise ConfigError(problem) from error
+    settings = _read_settings(given)
     params = settings.params or {}
+    # An override on the command line comes last, so it replaces the same key in `params`.
     lines = [f"{key}={value}" for key, value in params.items()]
-    lines += arguments  # comes last, and counts
+    lines += arguments
     parser = OverridesParser.create(config_loader=context.config_loader)
     by_key = {override.get_key_element(): override for override in parser.parse_overrides(lines)}
-    swept = {k: override for k, override in by_key.items() if override.is_sweep_override()}
-    fixed = [
-        f"{key}={override.get_value_element_as_str()}"
-        for key, override in by_key.items()
-        if key not in swept
-    ]
-    seeds = _seeds(settings, config, by_key)
+    swept = {}
+    fixed = []
+    for key, override in by_key.items():
+        if override.is_sweep_override():
+            swept[key] = override
+        else:
+            fixed.append(f"{key}={override.get_value_element_as_str()}")
+    seeds = _list_seeds(settings, config, by_key)
     n_jobs = settings.n_jobs
     if not n_jobs:
         n_jobs = config.hydra.launcher.get("n_jobs")
     queue = GpuQueue(context, task_function, config, n_jobs)
     if settings.sampler is None:
-        queue.run(queue.in_order(dict(enumerate(_combinations(swept, fixed, seeds)))))
+        combinations = _list_combinations(swept, fixed, seeds)
+        queue.run(queue.order_jobs(dict(enumerate(combinations))))
         return
     try:
         from robust_train.sweep.search import Search
     except ImportError as error:
         raise ConfigError(
             f"hydra/sweeper=robust_optuna: {error}; "
-            'pip install "robust-train[sweep]", which brings optuna'
+            'pip install "robust-train[sweep]", which installs Optuna'
         ) from error
     queue.run(Search(queue, swept, fixed, seeds, settings))
 
 
-def _combinations(
+def _read_settings(given: Mapping[str, Any]) -> SweeperSettings:
+    """Return the settings in ``hydra.sweeper``.
+
+    Raises:
+        ConfigError: a key is unknown, or has a wrong value.
+    """
+    content: Any = OmegaConf.to_container(OmegaConf.create(dict(given)))
+    unknown = sorted(content.keys() - vars(SweeperSettings()).keys())
+    if unknown:
+        raise ConfigError(f"hydra.sweeper.{unknown[0]}: no such key")
+    try:
+        return from_json(SweeperSettings, content)
+    except MalformedEventError as error:
+        problem = str(error).replace("SweeperSettings", "hydra.sweeper")
+        raise ConfigError(problem) from error
+
+
+def _list_combinations(
     swept: Mapping[str, Override], fixed: list[str], seeds: list[list[str]]
 ) -> list[list[str]]:
     """Return the overrides of each job of a grid."""
@@ -83,18 +103,21 @@ def _combinations(
     for key, override in swept.items():
         if not override.is_discrete_sweep():
             raise ConfigError(
-                f"{override.input_line}: a grid needs values, as by range(1,10) or choice(1,2); "
-                "hydra/sweeper=robust_optuna searches an interval"
+                f"{override.input_line}: a grid needs separate values, such as range(1,10) or "
+                "choice(1,2); hydra/sweeper=robust_optuna searches an interval"
             )
         overrides = [f"{key}={value}" for value in override.sweep_string_iterator()]
         jobs = [[*job, override] for job in jobs for override in overrides]
     return [job + seed for job in jobs for seed in seeds]
 
 
-def _seeds(
+def _list_seeds(
     settings: SweeperSettings, config: DictConfig, by_key: Mapping[str, Override]
 ) -> list[list[str]]:
-    """Return the overrides of each repetition of a point, or none without ``repeat``."""
+    """Return the overrides that set the seed of each of a combination's jobs.
+
+    Without ``repeat``, a combination has one job, whose seed is not set.
+    """
     if settings.repeat == 1:
         return [[]]
     key = settings.seed_key
@@ -103,5 +126,6 @@ def _seeds(
         raise ConfigError(
             f"hydra.sweeper.repeat={settings.repeat} sets {key} itself; leave it out of the sweep"
         )
-    first: Any = OmegaConf.select(config, key) if given is None else given.value()
-    return [[f"{key}={int(first or 0) + number}"] for number in range(settings.repeat)]
+    value: Any = OmegaConf.select(config, key) if given is None else given.value()
+    first = int(value or 0)
+    return [[f"{key}={first + number}"] for number in range(settings.repeat)]

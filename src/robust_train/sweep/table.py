@@ -1,7 +1,7 @@
-"""Formats a sweep's jobs: tables for the screen, during the sweep and after it, and ``sweep.csv``.
+"""Formats a sweep's jobs as text: tables for the screen, and ``sweep.csv``.
 
-Pure. The sweep's own process uses it, and so do the commands that list jobs, such as
-``robust-train ps``.
+The sweep's process uses it during the sweep and at its end, and so do the commands that list jobs,
+such as ``robust-train ps``. It reads and writes no files.
 """
 
 from __future__ import annotations
@@ -30,116 +30,140 @@ COLUMNS = (
     "time",
     "overrides",
 )
-_LONGEST_RESULT = 40
+_LONGEST_RESULT = 40  # characters of a result in a table
 
 
 def values_of(rows: Sequence[SweepJob]) -> list[float]:
-    """Return the results of the jobs that completed, if they are numbers."""
+    """Return the results of the completed jobs that are numbers."""
     return [row.value for row in rows if row.value is not None]
 
 
 def best_first(table: SweepTable) -> list[list[SweepJob]]:
-    """Return the jobs of each point that a sweep has tried, with ``repeat`` several that differ in
-    their seeds: the best first, what has no value last."""
-    points: dict[int, list[SweepJob]] = {}
+    """Return the jobs of each combination of values, the best combination first.
+
+    With ``repeat``, a combination has several jobs with different seeds. Combinations without a
+    result come last.
+    """
+    combinations: dict[int, list[SweepJob]] = {}
     for row in table.jobs:
-        points.setdefault(row.job // table.repeat, []).append(row)
+        combinations.setdefault(row.job // table.repeat, []).append(row)
 
     def rank(rows: list[SweepJob]) -> float:
         values = values_of(rows)
-        return -table.sign * fmean(values) if values else math.inf
+        if not values:
+            return math.inf
+        return -table.sign * fmean(values)
 
-    return sorted(points.values(), key=rank)
+    return sorted(combinations.values(), key=rank)
 
 
-def point_table(points: Sequence[Sequence[SweepJob]]) -> list[str]:
-    """Return the result of each point over its seeds, with the names of failed seeds."""
-    lines: list[Sequence[object]] = []
-    shared = []
-    for rows in points:
+def seeds_table(combinations: Sequence[Sequence[SweepJob]]) -> list[str]:
+    """Return a line for each combination of values: the mean over its seeds, and failed seeds."""
+    shared_by_seeds = []
+    for rows in combinations:
         overrides = [row.overrides for row in rows]
-        shared.append(common(overrides))
-    everywhere = common(shared)
-    for rows, common_overrides in zip(points, shared, strict=True):
+        shared_by_seeds.append(common(overrides))
+    shared_by_all = common(shared_by_seeds)
+    lines: list[Sequence[object]] = []
+    for rows, shared in zip(combinations, shared_by_seeds, strict=True):
         values = values_of(rows)
-        spread = f" ± {stdev(values):.3g}" if len(values) > 1 else ""
-        failed = ", ".join(
-            without(row.overrides, common_overrides) for row in rows if row.exit_code
-        )
+        result = "-"
+        if values:
+            result = f"{fmean(values):.6g}"
+        if len(values) > 1:
+            result += f" ± {stdev(values):.3g}"
+        failed_seeds = [without(row.overrides, shared) for row in rows if row.exit_code]
+        missing = ""
+        if failed_seeds:
+            missing = f"without {', '.join(failed_seeds)}"
         lines.append(
             (
                 rows[0].trial,
-                f"{fmean(values):.6g}{spread}" if values else "-",
+                result,
                 f"{len(values)} of {len(rows)}",
-                without(common_overrides, everywhere),
-                f"without {failed}" if failed else "",
+                without(shared, shared_by_all),
+                missing,
             )
         )
     return align_columns(lines, ("trial", "mean ± std", "seeds", "overrides", ""))
 
 
 def screen_table(rows: Sequence[SweepJob], values: Mapping[int, float] | None = None) -> list[str]:
-    """Return jobs in plain columns, with only those overrides in which they differ.
+    """Return jobs in plain columns, with only the overrides in which they differ.
 
-    ``values`` has the last reports of jobs, by number. If given, only running jobs are shown.
+    ``values`` has the last reported value of each running job, by its number. If it is given, only
+    running jobs are shown.
     """
-    same = common([row.overrides for row in rows])
-    shown = [
-        _cells(row, without(row.overrides, same), values or {})
-        for row in rows
-        if values is None or row.is_running
-    ]
-    return align_columns(shown, COLUMNS)
+    shared = common([row.overrides for row in rows])
+    lines = []
+    for row in rows:
+        if values is None or row.is_running:
+            overrides = without(row.overrides, shared)
+            lines.append(_cells(row, overrides, values or {}))
+    return align_columns(lines, COLUMNS)
 
 
 def _cells(row: SweepJob, overrides: str, values: Mapping[int, float]) -> list[object]:
-    wall = row.wall_seconds
+    """Return the cells of a job in the order of `COLUMNS`."""
+    status = row.status.replace("_", " ")
+    if row.reused:
+        status += " earlier"
     result = values.get(row.job) if row.is_running else row.result
+    if result is None:
+        # joblib and submitit print a job's failure into another file, so the table shows it.
+        result = row.reason
+    time = None
+    if row.wall_seconds is not None:
+        time = f"{row.wall_seconds:.1f} s"
     return [
         row.job,
-        f"{row.status.replace('_', ' ')}{' earlier' if row.reused else ''}",
+        status,
         row.attempts or None,
         ",".join(row.devices),
         row.batch_size,
         of_all(row.step, row.total_steps),
-        # other launchers' jobs say in files of their own why they ended
-        short_result(row.reason if result is None else result),
-        None if wall is None else f"{wall:.1f} s",
+        short_result(result),
+        time,
         overrides,
     ]
 
 
 def common(overrides: Sequence[Sequence[str]]) -> list[str]:
-    """Return the overrides that all jobs share, or none for a single job."""
+    """Return the overrides that all jobs share. For a single job the list is empty."""
     if len(overrides) < 2:
         return []
-    everywhere = set(overrides[0]).intersection(*overrides)
-    return [override for override in overrides[0] if override in everywhere]
+    shared = set(overrides[0]).intersection(*overrides)
+    return [override for override in overrides[0] if override in shared]
 
 
 def without(overrides: Sequence[str], others: Sequence[str]) -> str:
-    """Return the overrides that are not among the others, without secrets, as a text."""
-    return " ".join(public_command([override for override in overrides if override not in others]))
+    """Return ``overrides`` except for ``others`` as text. Secrets are hidden."""
+    rest = [override for override in overrides if override not in others]
+    return " ".join(public_command(rest))
 
 
 def title(table: SweepTable) -> str:
-    """Return the line above a sweep's table, with what its order means."""
+    """Return the line above a sweep's table, which explains its order."""
     if not values_of(table.jobs):
         return "sweep:"
     return f"sweep, the {table.best_is} result first:"
 
 
 def tally(rows: Sequence[SweepJob]) -> str:
-    """Count the jobs by the way they ended, in one line."""
+    """Count the jobs by their status, in one line."""
     counts = Counter(row.status.replace("_", " ") for row in rows)
-    done = counts.pop(Status.COMPLETED, 0)
-    others = "".join(f", {n} {status}" for status, n in sorted(counts.items()))
-    return f"{done} of {len(rows)} completed{others}"
+    completed = counts.pop(Status.COMPLETED, 0)
+    text = f"{completed} of {len(rows)} completed"
+    for status, count in sorted(counts.items()):
+        text += f", {count} {status}"
+    return text
 
 
-def unranked(rows: Sequence[SweepJob]) -> list[str]:
-    """Return a line for each reason why completed jobs have no rank, except for jobs without any
-    result, which need no rank."""
+def explain_unranked(rows: Sequence[SweepJob]) -> list[str]:
+    """Return a line for each reason why completed jobs have no rank.
+
+    If no job has a result, the sweep needs no ranks, and the list is empty.
+    """
     if not has_results(rows):
         return []
     jobs: dict[str, list[str]] = {}
@@ -154,21 +178,22 @@ def unranked(rows: Sequence[SweepJob]) -> list[str]:
 
 
 def has_results(rows: Sequence[SweepJob]) -> bool:
-    """Return whether any job has returned something."""
+    """Return whether any job has returned a result."""
     return any(row.result is not None for row in rows)
 
 
 def as_csv(rows: Sequence[SweepJob]) -> str:
-    """Return the content of ``sweep.csv``: a line of names, then a line per job."""
+    """Return the content of ``sweep.csv``: a header, then a line for each job."""
     text = io.StringIO()
     writer = csv.DictWriter(text, rows[0].as_row(), lineterminator="\n")
     writer.writeheader()
     for row in rows:
-        writer.writerow({k: _cell(value) for k, value in row.as_row().items()})
+        writer.writerow({key: _csv_value(value) for key, value in row.as_row().items()})
     return text.getvalue()
 
 
-def _cell(value: Any) -> Any:
+def _csv_value(value: Any) -> Any:
+    """Return a value for a cell: lists of texts joined by spaces, other structures as JSON."""
     is_list = isinstance(value, (tuple, list))
     if is_list and all(isinstance(item, str) for item in value):
         return " ".join(value)
@@ -178,10 +203,11 @@ def _cell(value: Any) -> Any:
 
 
 def short_result(result: Any) -> str:
-    """Return a result for a cell of a table."""
+    """Return a result as short text for a table."""
     if result is None:
         return "-"
     if isinstance(result, float):
         return f"{result:.6g}"
-    text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
-    return shorten(text, _LONGEST_RESULT)
+    if not isinstance(result, str):
+        result = json.dumps(result, ensure_ascii=False)
+    return shorten(result, _LONGEST_RESULT)

@@ -1,5 +1,6 @@
-"""The built-in trainer, image classification: a product on top of the library.
+"""The built-in trainer, which trains image classifiers (``trainer=image_classification``).
 
-``trainer.py`` is the story. Outside this package, only the configs refer to it. A user's mistake
-raises a `ConfigError` of one line, with the key, its value and the fix.
+It uses the library like any trainer function of a user, and runs in the attempt's process. Start
+reading at ``trainer.py``. No module of the library imports this package, only the configs refer to
+it. A mistake in the config raises a `ConfigError` with the key, its value and the fix.
 """

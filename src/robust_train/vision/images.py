@@ -1,7 +1,9 @@
-"""Images as batches of tensors: decoded and augmented, in the order of an epoch, read ahead.
+"""Reads images as batches of tensors: decodes and augments them, in the order of an epoch.
 
-The position in an epoch is a number of samples, and their order depends on seed and epoch alone: a
-run resumes at exactly the sample where it stopped, even with smaller micro-batches.
+`vision.trainer` uses it in the attempt's process. `ImageDataset` also runs in the data loader's
+workers. The order of samples depends on seed and epoch alone, and the position in an epoch is a
+number of samples. So a run resumes at exactly the sample where it stopped, even with smaller
+micro-batches.
 """
 
 from __future__ import annotations
@@ -24,29 +26,43 @@ from robust_train.vision.datasets import Images
 
 Batch = tuple[Tensor, Tensor]  # Images B×C×H×W and labels B
 
-# torchvision's own default is 8 % and more of the area, for ImageNet; small data sets of similar
-# classes lose the decisive detail that way
+# The least and the largest share of an image's area in a crop. torchvision's default for ImageNet
+# starts at 0.08, which would often cut off the detail that distinguishes similar classes.
 _CROP_AREAS = (0.35, 1.0)
-_LARGEST_SHIFT = 1 / 8
-_READ_AT_MOST = 64
+_LARGEST_SHIFT = 1 / 8  # of the image's side
+_MOST_SAMPLES_READ = 64  # that `choose_read_size` returns
 
 
 @dataclass(frozen=True)
 class ImageSpec:
-    """The images that a model takes."""
+    """The format of the images that a model takes.
 
-    size: int  # rows and columns, in pixels
+    Attributes:
+        size: rows and columns, in pixels.
+        channels: 1 for grey images, 3 for colours.
+        mean: the mean of each channel, for values from 0 to 1.
+        std: the standard deviation of each channel.
+        crop: the share of the shorter side that is kept of an image that is not augmented.
+    """
+
+    size: int
     channels: int
-    # mean, std: of each channel, for values from 0 to 1
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    crop: float = 1.0  # fraction of a test photograph's shorter side to keep
+    crop: float = 1.0
 
 
 class ImageDataset(Dataset[Any]):
-    """A split as the tensors a model takes. Keys are (epoch, index): a sample's augmentation
-    depends on these and the seed alone, not on workers or micro-batches. ``augment`` is a value of
-    ``dataset.augment``."""
+    """The images of a split as tensors, with a key (epoch, index) for each sample.
+
+    A sample's augmentation depends on its key and the seed alone, not on workers or micro-batches.
+
+    Args:
+        source: the images.
+        spec: the format of the tensors.
+        augment: a value of ``dataset.augment``.
+        seed: the job's seed.
+    """
 
     def __init__(
         self, source: Images, spec: ImageSpec, *, augment: str = "none", seed: int = 0
@@ -59,21 +75,21 @@ class ImageDataset(Dataset[Any]):
         bicubic = v2.InterpolationMode.BICUBIC
         self._resize = v2.Resize((spec.size, spec.size), bicubic)
         if augment == "crop_flip":
-            changes: list[Any] = [
+            transforms: list[Any] = [
                 v2.RandomResizedCrop(spec.size, scale=_CROP_AREAS, interpolation=bicubic),
                 v2.RandomHorizontalFlip(),
             ]
         else:
-            changes = [self._centre]
+            transforms = [self._crop_centre]
         if augment == "shift":
             shift = (_LARGEST_SHIFT, _LARGEST_SHIFT)
-            changes.insert(0, v2.RandomAffine(0, translate=shift))
-        changes += [
+            transforms.insert(0, v2.RandomAffine(0, translate=shift))
+        transforms += [
             v2.PILToTensor(),
             v2.ToDtype(torch.float32, scale=True),
             v2.Normalize(spec.mean, spec.std),
         ]
-        self._transform = v2.Compose(changes)
+        self._transform = v2.Compose(transforms)
 
     def __len__(self) -> int:
         return len(self.source.labels)
@@ -89,20 +105,26 @@ class ImageDataset(Dataset[Any]):
             return self._transform(image), int(self.source.labels[index])
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[Any]:
-        """Return the samples, or a single ConfigError, which torch would wrap in a traceback."""
+        """Return the samples of a batch, or a list with only a ConfigError.
+
+        If a worker raised the error, torch would wrap it into a traceback.
+        """
         try:
             return [self[key] for key in keys]
         except ConfigError as error:
             return [error]
 
     def _decode(self, index: int) -> Any:
+        """Return an image as a PIL image with the right channels."""
         from PIL import Image
 
+        mode = "L" if self.spec.channels == 1 else "RGB"
         try:
             with self.source.image(index) as image:
-                return image.convert("L" if self.spec.channels == 1 else "RGB")
+                return image.convert(mode)
         except (Image.DecompressionBombError, SyntaxError, ValueError, OSError) as error:
-            # PIL's own OSErrors have no number; others than "no such file" are the disk's
+            # An OSError of PIL has no number. An OSError with another number than "no such file"
+            # is a fault of the disk, not of the data set.
             if getattr(error, "errno", None) not in (None, errno.ENOENT):
                 raise
             name = self.source.names[index]
@@ -110,29 +132,39 @@ class ImageDataset(Dataset[Any]):
                 f"dataset: cannot read the image {name}: {first_line(error)}"
             ) from error
 
-    def _centre(self, image: Any) -> Any:
-        """Cut out the middle square, ``spec.crop`` of the shorter side."""
+    def _crop_centre(self, image: Any) -> Any:
+        """Return the square in the middle, resized. Its side is ``spec.crop`` of the shorter side.
+
+        An image that is smaller than the model's images keeps its whole shorter side.
+        """
         side = min(image.size)
-        if side > self.spec.size:  # a tiny image has no margin to lose
+        if side > self.spec.size:
             side = round(side * self.spec.crop)
         return self._resize(self._v2.center_crop(image, [side, side]))
 
 
 def collate(samples: Sequence[Any]) -> Batch | ConfigError:
-    """Stack samples into a batch, and pass on an error of the data set."""
+    """Stack samples into a batch, or return the error that `ImageDataset` returned for it."""
     if isinstance(samples[0], ConfigError):
         return samples[0]
-    return (
-        torch.stack([image for image, _ in samples]),
-        torch.tensor([label for _, label in samples]),
-    )
+    images = torch.stack([image for image, _ in samples])
+    labels = torch.tensor([label for _, label in samples])
+    return images, labels
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How samples are grouped. An optimizer step has ``effective_batch`` samples of all ranks, or
-    fewer at the end of an epoch. Each rank reads its share ``at_once`` samples at a time. ``seed``
-    fixes each epoch's order."""
+    """Groups the samples of an epoch into optimizer steps, and divides a step among the ranks.
+
+    Attributes:
+        num_samples: the samples of an epoch.
+        effective_batch: the samples of an optimizer step, on all ranks together. The last step of
+            an epoch may have fewer.
+        at_once: the samples that a rank reads at once.
+        seed: the seed of every epoch's order.
+        ranks: the number of ranks.
+        rank: this rank.
+    """
 
     num_samples: int
     effective_batch: int
@@ -148,32 +180,39 @@ class BatchPlan:
         return torch.randperm(self.num_samples, generator=generator).tolist()
 
     def steps(self, epoch: int, start: int = 0) -> Iterator[list[Sequence[int]]]:
-        """Yield what this rank reads of each optimizer step from sample ``start`` on. A step's
-        samples and their order depend on the effective batch alone. In an epoch's last step a rank
-        may have none."""
-        for step in in_order(self.order(epoch)[start:], self.effective_batch):
-            yield in_order(share_of(step, self.rank, self.ranks), self.at_once)
+        """Yield this rank's chunks of each optimizer step, from sample ``start`` of the epoch on.
+
+        A step's samples and their order depend on the effective batch alone. In an epoch's last
+        step, a rank may have no samples.
+        """
+        for step in split_into_chunks(self.order(epoch)[start:], self.effective_batch):
+            share = share_of(step, self.rank, self.ranks)
+            yield split_into_chunks(share, self.at_once)
 
     def samples_in_step(self, start: int) -> int:
-        """Return how many samples of all ranks the step that begins at ``start`` has."""
+        """Return how many samples the step at ``start`` has, on all ranks together."""
         return min(self.effective_batch, self.num_samples - start)
 
     def steps_left(self, start: int) -> int:
-        """Return the optimizer steps from sample ``start`` to the end of its epoch."""
+        """Return the number of optimizer steps from sample ``start`` to the end of the epoch."""
         return -(-(self.num_samples - start) // self.effective_batch)
 
 
-def in_order(samples: Sequence[int], size: int) -> list[Sequence[int]]:
-    """Split samples into batches without shuffling."""
+def split_into_chunks(samples: Sequence[int], size: int) -> list[Sequence[int]]:
+    """Split samples into chunks of ``size`` samples, in order. The last chunk may be smaller."""
     return [samples[first : first + size] for first in range(0, len(samples), size)]
 
 
-def read_at_once(effective_batch: int) -> int:
-    """Return the samples to read at once while the micro-batch size is unknown. Workers read ahead
-    in such parts, so a large effective batch must not be a single part."""
-    samples = max(n for n in range(1, _READ_AT_MOST + 1) if effective_batch % n == 0)
-    too_few = 4 * samples < min(_READ_AT_MOST, effective_batch)
-    return effective_batch if too_few else samples
+def choose_read_size(effective_batch: int) -> int:
+    """Return how many samples to read at once while the micro-batch size is unknown.
+
+    Workers read ahead in chunks of this size. It divides the effective batch. A large effective
+    batch is read in several chunks, unless its only divisors are very small.
+    """
+    divisors = [n for n in range(1, _MOST_SAMPLES_READ + 1) if effective_batch % n == 0]
+    size = max(divisors)
+    is_too_small = 4 * size < min(_MOST_SAMPLES_READ, effective_batch)
+    return effective_batch if is_too_small else size
 
 
 def read_batches(
@@ -184,21 +223,35 @@ def read_batches(
     *,
     pinned: bool = False,
 ) -> Iterator[Batch]:
-    """Yield a batch on the host for each of ``chunks``, in order, with the workers that the group
-    ``training`` asks for. Workers end with the iterator, so those of training and of validation
-    never hold memory at the same time. ``pinned``: into memory from which a GPU copies at once."""
-    batches = []
+    """Yield a batch on the host for each of ``chunks``, in order.
+
+    The workers end with the iterator, so workers of training and of validation never hold memory
+    at the same time.
+
+    Args:
+        dataset: the images.
+        chunks: the samples of each batch.
+        epoch: the epoch, which decides the augmentation.
+        training: the config group ``training``, with the number of workers.
+        pinned: whether batches are in pinned memory, from which copies to a GPU do not block.
+
+    Raises:
+        ConfigError: an image cannot be read.
+    """
+    keys = []
     for chunk in chunks:
-        batch = [(epoch, index) for index in chunk]
-        batches.append(batch)
+        keys_of_chunk = [(epoch, index) for index in chunk]
+        keys.append(keys_of_chunk)
+    prefetch_factor = training.prefetch_factor if training.num_workers else None
     loader: DataLoader[Any] = DataLoader(
         dataset,
-        batch_sampler=batches,
+        batch_sampler=keys,
         num_workers=training.num_workers,
-        prefetch_factor=training.prefetch_factor if training.num_workers else None,
+        prefetch_factor=prefetch_factor,
         pin_memory=pinned,
         collate_fn=collate,
-        # drawing the loader's seed from dropout's generator would change a resumed epoch
+        # The loader would draw its seed from the generator that dropout uses, and a resumed epoch
+        # would have other dropout than an uninterrupted epoch.
         generator=torch.Generator(),
         worker_init_fn=_prepare_worker,
     )
@@ -209,17 +262,20 @@ def read_batches(
 
 
 def _prepare_worker(worker: int) -> None:
-    # the run handles a terminal's Ctrl-C; the loader sends SIGTERM to end a worker that is stuck
+    """Set up a worker's process.
+
+    The run handles a terminal's Ctrl-C for its workers. The loader ends a stuck worker with
+    SIGTERM, so SIGTERM must kill it.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
 
 
-def joined(batches: Sequence[Batch]) -> Batch:
-    """Join the samples of all ``batches``. A lone batch stays in pinned memory."""
+def join_batches(batches: Sequence[Batch]) -> Batch:
+    """Return one batch with the samples of all ``batches``. A single batch stays pinned."""
     if len(batches) == 1:
         return batches[0]
-    return (
-        torch.cat([images for images, _ in batches]),
-        torch.cat([labels for _, labels in batches]),
-    )
+    images = torch.cat([images for images, _ in batches])
+    labels = torch.cat([labels for _, labels in batches])
+    return images, labels

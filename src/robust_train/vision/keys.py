@@ -1,11 +1,9 @@
-"""The keys of ``model``, ``dataset`` and ``training`` for the built-in trainer, and their check.
+"""Declares and checks the keys of the built-in trainer: ``model``, ``dataset`` and ``training``.
 
-As in `schema`, each is declared here once: ``just keys`` writes
-``configs/robust/model/``, ``configs/robust/dataset/image_folder.yaml`` and the tables of
-``docs/built-in-trainer.md``.
-
-In every process that composes a config, `register` makes Hydra check them. The attempt's process
-calls the other functions.
+``just keys`` writes ``configs/robust/model/``, ``configs/robust/dataset/image_folder.yaml`` and the
+tables of ``docs/built-in-trainer.md`` from these declarations. `register` runs in every process
+that composes a config, so that Hydra checks the keys there. The attempt's process calls the other
+functions.
 """
 
 from __future__ import annotations
@@ -31,10 +29,15 @@ AUGMENTATIONS = ("crop_flip", "shift", "none")
 LOGGERS = ("tensorboard", "none")
 
 
-def _layers(name: str, given: Any) -> tuple[str, ...]:
+def _read_layers(name: str, given: Any) -> tuple[str, ...]:
+    """Return the layers that the key ``name`` lists.
+
+    Raises:
+        ConfigError: the list is empty, or the value is not a list of names.
+    """
     layers = words_of_list(name, given)
     if not layers:
-        raise ConfigError(f"{name}=[]: name at least one module, e.g. [attn.qkv]")
+        raise ConfigError(f"{name}=[]: name at least one module, such as [attn.qkv]")
     return layers
 
 
@@ -47,7 +50,7 @@ class CnnConfig:
         32, "channels of the first stage; they double with each halving of the image", range=FROM_1
     )
     image_size: int | None = key(
-        None, "side of the square images, pixels; `null`: that of the data", range=FROM_1
+        None, "side of the square images, pixels; `null`: the data set's", range=FROM_1
     )
     dropout: float = key(0.1, "dropout before the head", range=_BELOW_1)
     lr: float = key(3e-3, "recommended learning rate")
@@ -56,7 +59,7 @@ class CnnConfig:
 
 @dataclass(frozen=True)
 class BackboneConfig:
-    """Keys that the models on a timm backbone share."""
+    """The keys that all models with a timm backbone have."""
 
     name: str = key(MISSING, "name of the model")
     backbone: str = key(MISSING, "name of the backbone in timm")
@@ -95,7 +98,7 @@ class LoraModelConfig(BackboneConfig):
         ("attn.qkv", "attn.proj"),
         "layers that get adapters; `proj` alone would also match the patch embedding",
         accepts="list",
-        read=_layers,
+        read=_read_layers,
     )
 
 
@@ -105,17 +108,17 @@ class FullFinetuneConfig(BackboneConfig):
 
     name: str = key("full_finetune", "name of the model")
     backbone: str = key(_VIT, "name of the backbone in timm")
-    lr: float = key(5e-5, "recommended learning rate")
+    lr: float = key(5e-5, "learning rate that suits it")
 
 
 @dataclass(frozen=True)
 class DatasetConfig:
-    """``dataset``: what every data set has."""
+    """``dataset``: the keys that every data set has."""
 
     name: str = key(MISSING, "name of the data set")
     root: str = key("data", "folder of the data, relative to the working directory")
     download: bool = key(True, "download what is missing")
-    num_classes: int | None = key(None, "number of classes; `null`: the data's", range=_FROM_2)
+    num_classes: int | None = key(None, "number of classes; `null`: the data set's", range=_FROM_2)
     augment: str = key(
         "crop_flip",
         "random changes of the training images: `crop_flip`, `shift` or `none`",
@@ -172,8 +175,11 @@ DATASETS: Mapping[str, type] = {
 
 
 def check_config(cfg: DictConfig) -> None:
-    """Check ``model``, ``dataset`` and ``logger``, without touching data or device. Raises
-    ConfigError if a value is not accepted."""
+    """Check ``model``, ``dataset``, ``training`` and ``logger``, without touching data or device.
+
+    Raises:
+        ConfigError: a value is not accepted.
+    """
     logger_of(cfg)
     read(ImageTrainingConfig, cfg.training, "training.")
     for group, options in (("model", MODELS), ("dataset", DATASETS)):
@@ -184,7 +190,11 @@ def check_config(cfg: DictConfig) -> None:
 
 
 def logger_of(cfg: DictConfig) -> str:
-    """Return ``logger`` of the config. Raises ConfigError if it does not exist."""
+    """Return the value of ``logger``, ``none`` if it is not set.
+
+    Raises:
+        ConfigError: there is no such logger.
+    """
     name = str(cfg.get("logger") or "none")
     if name not in LOGGERS:
         raise ConfigError(f"logger={name}: {suggest(name, LOGGERS)}")
@@ -192,14 +202,17 @@ def logger_of(cfg: DictConfig) -> str:
 
 
 def preload_modules(cfg: DictConfig) -> list[str]:
-    """Return the modules that an interpreter imports while the job waits. None touches CUDA."""
+    """Return the modules that an interpreter imports while the job waits for a GPU.
+
+    None of these modules uses CUDA when it is imported.
+    """
     check_config(cfg)
-    # every torch optimizer imports torch._dynamo when it is built: more than a second
+    # The first optimizer imports torch._dynamo, which takes more than a second.
     modules = ["numpy", "PIL.Image", "torch._dynamo", "torchvision.transforms.v2"]
-    modules += {
-        "digits": ["sklearn.datasets"],
-        "flowers102": ["scipy.io", "torchvision.datasets"],
-    }.get(cfg.dataset.name, [])
+    if cfg.dataset.name == "digits":
+        modules.append("sklearn.datasets")
+    if cfg.dataset.name == "flowers102":
+        modules += ["scipy.io", "torchvision.datasets"]
     if logger_of(cfg) == "tensorboard":
         modules.append("torch.utils.tensorboard")
     if cfg.model.name != "cnn":
@@ -210,7 +223,7 @@ def preload_modules(cfg: DictConfig) -> list[str]:
 
 
 def register() -> None:
-    """Put the keys into Hydra's ConfigStore."""
+    """Register the keys in Hydra's ConfigStore."""
     store_group("training", "image_classification", ImageTrainingConfig, base=TrainingConfig)
     for name, schema in MODELS.items():
         store_group("model", name, schema)

@@ -1,6 +1,7 @@
-"""The models that ``model=…`` names, the part of each that is trained, and their weights.
+"""Builds the models that ``model=…`` names, and loads and saves their trained weights.
 
-:mod:`.trainer` builds and restores them, in the process that trains.
+`vision.trainer` calls it in the attempt's process, on every rank. In a model with a frozen backbone
+only a part is trained, and only that part is in checkpoints.
 """
 
 from __future__ import annotations
@@ -29,22 +30,32 @@ from robust_train.vision.images import ImageSpec
 
 log = logging.getLogger("robust_train.vision")
 
-_PROBE_SECONDS = 10.0
-_WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
-_CONTAINERS = ("state_dict", "model", "model_state_dict")
+_HUB_SECONDS = 10.0  # that the hub has to answer
+_WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # of a repository on the hub
+_CONTAINERS = ("state_dict", "model", "model_state_dict")  # keys of a file that hold a state dict
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
-# For `SmallCnn`: the image size if neither the config nor the data set has one, the least size of
-# the last stage's map, and limits of depth and width.
-_PHOTOGRAPH_SIZE = 64
-_LEAST_MAP_SIZE = 4
+# The sizes of `SmallCnn`.
+_PHOTOGRAPH_SIZE = 64  # of images, if neither the config nor the data set has a size
+_LEAST_MAP_SIZE = 4  # rows and columns after the last stage
 _MOST_STAGES = 5
-_WIDEST_FACTOR = 8
+_WIDEST_FACTOR = 8  # channels of the widest stage, as a multiple of the first stage's
 
 
 def build_model(cfg: Any, data: Shape) -> tuple[nn.Module, ImageSpec]:
-    """Build a model on the CPU, with weights. Returns it and the format of images that it takes.
-    ``requires_grad`` marks the trained part."""
+    """Build a model with its weights, on the CPU.
+
+    Args:
+        cfg: the config group ``model``.
+        data: the classes and images of the data set.
+
+    Returns:
+        The model and the format of the images that it takes. Only the parameters that are trained
+        have ``requires_grad``.
+
+    Raises:
+        ConfigError: the model cannot be built, or its weights cannot be loaded.
+    """
     if cfg.name == "cnn":
         size = cfg.image_size or data.size or _PHOTOGRAPH_SIZE
         channels = data.channels
@@ -58,7 +69,8 @@ def build_model(cfg: Any, data: Shape) -> tuple[nn.Module, ImageSpec]:
         _load_weights(module, cfg, heads=("head",))
         half = (0.5,) * channels
         return module, ImageSpec(size, channels, half, half)
-    module = build_backbone(cfg, 0 if cfg.name == "linear_probe" else data.num_classes)
+    backbone_classes = 0 if cfg.name == "linear_probe" else data.num_classes
+    module = build_backbone(cfg, backbone_classes)
     data_config = require("timm.data", f"model={cfg.name}").resolve_model_data_config(module)
     mean = tuple(data_config["mean"])
     std = tuple(data_config["std"])
@@ -71,10 +83,11 @@ def build_model(cfg: Any, data: Shape) -> tuple[nn.Module, ImageSpec]:
 
 
 class SmallCnn(nn.Module):
-    """``model=cnn``: stages of two 3×3 convolutions, ``width`` channels in the first.
+    """``model=cnn``: a network of stages with two 3×3 convolutions each.
 
-    Each later stage halves the map and doubles the channels, until the map is about 4×4. GroupNorm
-    instead of BatchNorm: any split of the effective batch trains the same.
+    The first stage has ``width`` channels. Each later stage halves the map and doubles the
+    channels, until the map is about 4×4. With GroupNorm instead of BatchNorm, every split of the
+    effective batch trains the same.
 
     Shape suffixes: B samples, C channels, H rows, W columns, K classes.
     """
@@ -85,15 +98,15 @@ class SmallCnn(nn.Module):
         super().__init__()
         halvings = max(1, math.floor(math.log2(max(image_size, 1) / _LEAST_MAP_SIZE)))
         stages: list[nn.Module] = []
-        before = channels
+        channels_in = channels
         for index in range(min(halvings + 1, _MOST_STAGES)):
-            after = width * min(2**index, _WIDEST_FACTOR)
-            stages.append(_stage(before, after, halve=index > 0))
-            before = after
+            channels_out = width * min(2**index, _WIDEST_FACTOR)
+            stages.append(_build_stage(channels_in, channels_out, halves_map=index > 0))
+            channels_in = channels_out
         self.stages = nn.ModuleList(stages)
         self.pool = nn.AdaptiveAvgPool2d(2)
         self.dropout = nn.Dropout(dropout)
-        self.head = nn.Linear(before * 4, num_classes)
+        self.head = nn.Linear(channels_in * 4, num_classes)
         self.is_checkpointing = False
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
@@ -112,19 +125,22 @@ class SmallCnn(nn.Module):
         return logits_BK
 
 
-def _stage(before: int, after: int, *, halve: bool) -> nn.Sequential:
-    layers: list[nn.Module] = [nn.MaxPool2d(2, ceil_mode=True)] if halve else []
-    for channels in (before, after):
+def _build_stage(channels_in: int, channels_out: int, *, halves_map: bool) -> nn.Sequential:
+    """Return a stage of `SmallCnn`."""
+    layers: list[nn.Module] = []
+    if halves_map:
+        layers.append(nn.MaxPool2d(2, ceil_mode=True))
+    for channels in (channels_in, channels_out):
         layers += [
-            nn.Conv2d(channels, after, kernel_size=3, padding=1, bias=False),
-            nn.GroupNorm(math.gcd(8, after), after),
+            nn.Conv2d(channels, channels_out, kernel_size=3, padding=1, bias=False),
+            nn.GroupNorm(math.gcd(8, channels_out), channels_out),
             nn.ReLU(inplace=True),
         ]
     return nn.Sequential(*layers)
 
 
 class LinearProbe(nn.Module):
-    """A frozen backbone, in evaluation mode and outside autograd, and a trained linear layer."""
+    """A trained linear layer on the features of a frozen backbone."""
 
     def __init__(self, backbone: nn.Module, num_classes: int, dropout: float) -> None:
         super().__init__()
@@ -134,7 +150,7 @@ class LinearProbe(nn.Module):
         self.head = nn.Linear(features, num_classes)
 
     def train(self, mode: bool = True) -> LinearProbe:
-        """Set the mode of all but the backbone."""
+        """Set the mode of the linear layer. The backbone stays in evaluation mode."""
         super().train(mode)
         self.backbone.eval()
         return self
@@ -149,7 +165,12 @@ class LinearProbe(nn.Module):
 
 def add_lora(module: nn.Module, cfg: Any) -> nn.Module:
     """Add peft's low-rank adapters (Hu et al. 2021, arXiv:2106.09685) to ``cfg.target_modules``.
-    The classifier is trained too, and everything else is frozen."""
+
+    The adapters and the classifier are trained, and everything else is frozen.
+
+    Raises:
+        ConfigError: the model has no layer of such a name.
+    """
     peft = require("peft", "model=lora")
     heads = classifier_names(module)
     layers = [
@@ -159,11 +180,11 @@ def add_lora(module: nn.Module, cfg: Any) -> nn.Module:
     ]
     for target in cfg.target_modules:
         if not any(name == target or name.endswith("." + target) for name in layers):
-            # Users write attn.qkv for blocks.0.attn.qkv.
-            short = dict.fromkeys(re.sub(r"^(?:.*\.)?\d+\.(?=\D)", "", name) for name in layers)
+            # The message lists attn.qkv instead of blocks.0.attn.qkv, blocks.1.attn.qkv and so on.
+            short_names = [re.sub(r"^(?:.*\.)?\d+\.(?=\D)", "", name) for name in layers]
             raise ConfigError(
                 f"model.target_modules: {cfg.backbone} has no layer {target!r}; it has "
-                f"{', '.join(short)}"
+                f"{', '.join(dict.fromkeys(short_names))}"
             )
     lora = peft.LoraConfig(
         r=cfg.lora_r,
@@ -177,7 +198,7 @@ def add_lora(module: nn.Module, cfg: Any) -> nn.Module:
 
 
 def set_train_mode(module: nn.Module) -> None:
-    """Set training mode, except for frozen BatchNorm layers: their statistics must not move."""
+    """Set training mode, except for frozen BatchNorm layers, whose statistics must not change."""
     module.train()
     for layer in module.modules():
         if isinstance(layer, _BATCH_NORMS):
@@ -187,27 +208,29 @@ def set_train_mode(module: nn.Module) -> None:
 
 
 def enable_gradient_checkpointing(module: nn.Module) -> bool:
-    """Recompute activations in the backward pass, and return whether the model supports it."""
+    """Recompute activations in the backward pass. Return whether the model supports that."""
     target: Any = module
     if not hasattr(target, "set_grad_checkpointing") and hasattr(target, "get_base_model"):
-        target = target.get_base_model()  # peft's
+        target = target.get_base_model()  # The module is peft's wrapper.
     try:
         target.set_grad_checkpointing(True)
-    except (AssertionError, AttributeError):  # timm's, of models that cannot
+    except (AssertionError, AttributeError):  # timm asserts that the model supports it.
         return False
     return True
 
 
 def trained_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return the part of the state dict that training changes, sharing its memory. With a frozen
-    backbone, that is the adapters or the head. With a model trained as a whole, that is
-    everything."""
+    """Return the part of the state dict that training changes. The tensors are not copied.
+
+    With a frozen backbone, these are the adapters or the head. If the whole model is trained, it
+    is the whole state dict.
+    """
     trained: set[str] = set()
     for prefix, layer in module.named_modules():
         parameters = dict(layer.named_parameters(prefix, recurse=False))
-        # a BatchNorm without weights of its own still updates its statistics in training
-        has_statistics = isinstance(layer, _BATCH_NORMS) and not parameters
-        if has_statistics or any(p.requires_grad for p in parameters.values()):
+        # A BatchNorm without parameters still updates its statistics in training.
+        has_only_statistics = isinstance(layer, _BATCH_NORMS) and not parameters
+        if has_only_statistics or any(p.requires_grad for p in parameters.values()):
             trained.update(name for name, p in parameters.items() if p.requires_grad)
             trained.update(name for name, _ in layer.named_buffers(prefix, recurse=False))
     state = module.state_dict()
@@ -215,36 +238,45 @@ def trained_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def load_trained_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load what `trained_state` returned."""
+    """Load a state that `trained_state` returned.
+
+    Raises:
+        ValueError: the state belongs to another model.
+    """
     expected = trained_state(module)
     if state.keys() != expected.keys():
-        odd = sorted(state.keys() ^ expected.keys())[0]
-        raise ValueError(f"the weights do not belong to this model: {odd}")
+        differing = sorted(state.keys() ^ expected.keys())
+        raise ValueError(f"the weights do not belong to this model: {differing[0]}")
     module.load_state_dict(state, strict=False)
 
 
 def build_backbone(cfg: Any, num_classes: int) -> nn.Module:
     """Build the timm model ``cfg.backbone`` for square RGB images of ``cfg.image_size`` pixels.
-    ``cfg.weights`` takes precedence over ``cfg.pretrained``. With 0 classes, it returns pooled
-    features."""
+
+    ``cfg.weights`` takes precedence over ``cfg.pretrained``. With 0 classes, the model returns
+    pooled features.
+
+    Raises:
+        ConfigError: timm cannot build the model, or its weights cannot be loaded.
+    """
     timm = require("timm", f"model={cfg.name}")
-    published = _published(timm, cfg.backbone)
+    pretrained_cfg = _find_pretrained_cfg(timm, cfg.backbone)
     options = {"num_classes": num_classes, "drop_rate": cfg.dropout}
-    if published.fixed_input_size:
+    if pretrained_cfg.fixed_input_size:
         options["img_size"] = cfg.image_size
-    is_fetched = cfg.pretrained and cfg.weights is None
-    if is_fetched and not published.has_weights:
+    downloads = cfg.pretrained and cfg.weights is None
+    if downloads and not pretrained_cfg.has_weights:
         raise ConfigError(
             f"model.backbone={cfg.backbone}: timm has no pretrained weights for it; "
             "use model.weights=<file> or model.pretrained=false"
         )
     try:
-        if is_fetched:
-            _check_hub(cfg.backbone, published.hf_hub_id)
-        model: nn.Module = timm.create_model(cfg.backbone, pretrained=is_fetched, **options)
+        if downloads:
+            _check_hub(cfg.backbone, pretrained_cfg.hf_hub_id)
+        model: nn.Module = timm.create_model(cfg.backbone, pretrained=downloads, **options)
     except OSError as error:
         raise ConfigError(
-            f"model.backbone={cfg.backbone}: its pretrained weights could not be fetched "
+            f"model.backbone={cfg.backbone}: its pretrained weights could not be downloaded "
             f"({first_line(error)}); use model.weights=<file> or model.pretrained=false"
         ) from error
     except (AssertionError, TypeError, ValueError, KeyError) as error:
@@ -258,17 +290,23 @@ def build_backbone(cfg: Any, num_classes: int) -> nn.Module:
 
 
 def classifier_names(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the classifier's modules in a timm model, e.g. ``("head.fc",)``."""
+    """Return the names of the classifier's modules in a timm model, such as ``("head.fc",)``."""
     names: Any = model.pretrained_cfg["classifier"]  # type: ignore[index]
     return (names,) if isinstance(names, str) else tuple(names)
 
 
-def _published(timm: Any, backbone: str) -> Any:
-    """Return timm's pretrained config of a backbone without building it."""
+def _find_pretrained_cfg(timm: Any, backbone: str) -> Any:
+    """Return timm's record of a backbone and its published weights, without building it.
+
+    Raises:
+        ConfigError: timm has no such model or weights.
+    """
     name = backbone.partition(".")[0]
     if not timm.is_model(name):
-        close = difflib.get_close_matches(name, timm.list_models(), n=3)
-        hint = f"; close are {', '.join(close)}" if close else ""
+        similar = difflib.get_close_matches(name, timm.list_models(), n=3)
+        hint = ""
+        if similar:
+            hint = f"; similar names are {', '.join(similar)}"
         raise ConfigError(
             f"model.backbone={backbone}: timm has no such model{hint}; "
             "timm.list_models() lists all of them"
@@ -283,9 +321,13 @@ def _published(timm: Any, backbone: str) -> Any:
 
 
 def _check_patches(cfg: Any, model: nn.Module) -> None:
-    """Refuse an image size that a ViT's patches do not fill: it would fail in the first step."""
-    patch_size = getattr(getattr(model, "patch_embed", None), "patch_size", None)
-    patch = max(patch_size) if isinstance(patch_size, tuple) else patch_size
+    """Raise ConfigError if the image size is not a multiple of a vision transformer's patch size.
+
+    Otherwise the first step would fail.
+    """
+    patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
+    if isinstance(patch, tuple):
+        patch = max(patch)
     if isinstance(patch, int) and cfg.image_size % patch:
         raise ConfigError(
             f"model.image_size={cfg.image_size}: {cfg.backbone} needs a multiple of its patch "
@@ -294,8 +336,10 @@ def _check_patches(cfg: Any, model: nn.Module) -> None:
 
 
 def _check_hub(backbone: str, repository: str | None) -> None:
-    """Raise OSError within seconds if the hub is unreachable. Its own client (version 2.4) keeps
-    trying for 46 s."""
+    """Raise OSError within seconds if the hub is unreachable.
+
+    The hub's own client (version 2.4) would try for 46 seconds.
+    """
     hub = require("huggingface_hub", f"model.backbone={backbone}")
     if repository is None or hub.constants.HF_HUB_OFFLINE:
         return
@@ -305,26 +349,38 @@ def _check_hub(backbone: str, repository: str | None) -> None:
     endpoint = hub.constants.ENDPOINT
     request = urllib.request.Request(endpoint, method="HEAD")
     try:
-        urllib.request.urlopen(request, timeout=_PROBE_SECONDS).close()
+        urllib.request.urlopen(request, timeout=_HUB_SECONDS).close()
     except OSError as error:
-        # the hub client may trust certificates that urllib does not
-        is_refused = "CERTIFICATE" in str(error)
-        if not (is_refused or isinstance(error, urllib.error.HTTPError)):
+        # The hub answers with an HTTP error, or with a certificate that urllib does not trust but
+        # the hub's client may trust.
+        is_reachable = isinstance(error, urllib.error.HTTPError) or "CERTIFICATE" in str(error)
+        if not is_reachable:
             reason = getattr(error, "reason", error)
             raise OSError(f"{endpoint} cannot be reached: {reason}") from error
 
 
 def _load_weights(model: nn.Module, cfg: Any, *, heads: tuple[str, ...]) -> None:
-    """Load the file ``cfg.weights``, if it is set: ``.safetensors`` or a state dict by
-    ``torch.save``, bare or under a key such as ``model`` (this trainer's own ``final.pt``),
-    converted as timm does. A classifier (``heads``) for another number of classes is left out.
-    Everything else must fit."""
+    """Load the file ``cfg.weights`` if it is set.
+
+    The file is a ``.safetensors`` file, or a state dict that ``torch.save`` wrote, which may be
+    under a key such as ``model``, as in this trainer's own ``final.pt``. A classifier for another
+    number of classes is left out.
+
+    Args:
+        model: the model that gets the weights.
+        cfg: the config group ``model``.
+        heads: the names of the classifier's modules.
+
+    Raises:
+        ConfigError: the file cannot be read, or does not fit the model.
+    """
     if cfg.weights is None:
         return
     path = Path(cfg.weights).expanduser()
     key = f"model.weights={path}"
-    of_head = tuple(f"{head}." for head in heads)
-    weights = _read(path, key)
+    head_prefixes = tuple(f"{head}." for head in heads)
+    weights = _read_weights(path, key)
+    # timm's models convert the names of other publishers.
     convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
     if convert is not None:
         weights = convert(weights, model)
@@ -333,23 +389,25 @@ def _load_weights(model: nn.Module, cfg: Any, *, heads: tuple[str, ...]) -> None
     for name, tensor in weights.items():
         if name not in expected or expected[name].shape == tensor.shape:
             fitting[name] = tensor
-        elif name.startswith(of_head):
+        elif name.startswith(head_prefixes):
             log.info("model.weights: %s is for another number of classes, left out", name)
         else:
             raise ConfigError(
                 f"{key}: {name} has shape {tuple(tensor.shape)}, this model "
                 f"needs {tuple(expected[name].shape)}; choose the model that the file belongs to"
             )
-    missing = [name for name in expected if name not in fitting and not name.startswith(of_head)]
+    body = [name for name in expected if not name.startswith(head_prefixes)]
+    missing = [name for name in body if name not in fitting]
     if missing:
         raise ConfigError(
             f"{key}: lacks {len(missing)} of this model's {len(expected)} tensors, "
-            f"{missing[0]} is the first; choose the model that the file belongs to"
+            f"such as {missing[0]}; choose the model that the file belongs to"
         )
     model.load_state_dict(fitting, strict=False)
 
 
-def _read(path: Path, key: str) -> dict[str, Tensor]:
+def _read_weights(path: Path, key: str) -> dict[str, Tensor]:
+    """Return the state dict in a file. ``key`` names the file in messages."""
     if not path.is_file():
         raise ConfigError(f"{key}: no such file")
     load = partial(torch.load, map_location="cpu", weights_only=True)
@@ -357,7 +415,7 @@ def _read(path: Path, key: str) -> dict[str, Tensor]:
         load = require("safetensors.torch", key).load_file
     try:
         content: Any = load(path)
-    except (OSError, MemoryError):  # the fault of the disk or the host, not of the file
+    except (OSError, MemoryError):  # These are faults of the disk or the host, not of the file.
         raise
     except Exception as error:
         reason = first_line(error)[:120]
@@ -366,5 +424,5 @@ def _read(path: Path, key: str) -> dict[str, Tensor]:
         if isinstance(content, dict) and isinstance(content.get(name), dict):
             content = content[name]
     if not isinstance(content, dict) or not all(isinstance(v, Tensor) for v in content.values()):
-        raise ConfigError(f"{key}: holds no state dict (names to tensors)")
+        raise ConfigError(f"{key}: does not contain a state dict (names to tensors)")
     return content

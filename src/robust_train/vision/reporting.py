@@ -1,7 +1,7 @@
-"""Reports a run's progress to the screen, to the launcher, and to TensorBoard.
+"""Reports the progress of the built-in trainer: to the log, the launcher and TensorBoard.
 
-`vision.trainer.train` creates a `Reporter` in the process of each rank. Only the main rank draws
-curves.
+`vision.trainer.train` creates a `Reporter` in the process of each rank. Only the main rank writes
+to TensorBoard.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("robust_train.vision")
 
-_READING_INTERVAL_SECONDS = 1.0
+_READING_INTERVAL_SECONDS = 1.0  # between two readings of the loss, at most
 
 
 class Reporter:
-    """Reports steps and epochs. As a context manager it closes the curves.
+    """Reports steps and epochs. Leaving its ``with`` block closes TensorBoard's file.
 
-    It logs a line every ``log_every_steps`` steps, unless the launcher shows them on a terminal.
-    Reading the loss waits for the device, so it is read only then and once a second. The reported
-    value is the mean since the last of these steps.
+    Every ``log_every_steps`` steps, it logs the mean loss since the last such step, unless the
+    launcher shows the steps on a terminal. Reading the loss waits for the device, so the loss is
+    only read in these steps and once a second.
     """
 
     def __init__(self, run: Run, cfg: DictConfig) -> None:
         self._run = run
         self._cfg = cfg
         self._every: int = cfg.training.log_every_steps
-        self._recent = LossAverage()
+        self._recent = LossAverage()  # since the last step with a log line
         self._next_reading = 0.0
-        self._unsent: dict[str, float] = {}
+        self._unsent: dict[str, float] = {}  # the loss, until the launcher receives it
         self._total_steps = 0
         self._board: SummaryWriter | None = None
         self._epoch_started = time.monotonic()
@@ -51,28 +51,36 @@ class Reporter:
         return self
 
     def __exit__(self, kind: object, error: object, frames: object) -> None:
-        with self._drawing():
+        with self._drop_failing_board():
             if self._board is not None:
                 self._board.close()
 
-    def begin(self, position: EpochPosition, total_steps: int) -> None:
+    def report_start(self, position: EpochPosition, total_steps: int) -> None:
         """Report that training starts from ``position``."""
         self._total_steps = total_steps
         self._run.started(position.step)
         if self._run.is_main:
-            with self._drawing():
+            with self._drop_failing_board():
                 self._board = _open_board(self._cfg, self._run, position.step)
 
-    def step(
+    def report_step(
         self,
         position: EpochPosition,
         loss: Tensor,
         samples: int,
         lr: float,
         *,
-        finite: bool = False,  # passed to `LossAverage.add`
+        finite: bool = False,
     ) -> None:
-        """Report that optimizer step ``position.step`` is done, with its mean loss."""
+        """Report that optimizer step ``position.step`` is done.
+
+        Args:
+            position: the position after the step.
+            loss: the mean loss of the step.
+            samples: the samples of the step.
+            lr: the learning rate of the step.
+            finite: whether a loss that is not finite is left out, because its update was skipped.
+        """
         step = position.step
         self._recent.add(loss, samples, finite=finite)
         is_first = self._next_reading == 0.0
@@ -89,16 +97,17 @@ class Reporter:
                 log.info(
                     "step %d/%d: loss %.4f, learning rate %.2e", step, self._total_steps, value, lr
                 )
-        # At most ten reports a second are sent.
-        if self._run.progress(step, total_steps=self._total_steps, lr=lr, **self._unsent):
+        # The launcher gets at most ten reports a second.
+        was_sent = self._run.progress(step, total_steps=self._total_steps, lr=lr, **self._unsent)
+        if was_sent:
             self._unsent = {}
 
-    def epoch_begins(self) -> None:
+    def start_epoch(self) -> None:
         """Start to measure the time of an epoch for its log line."""
         self._epoch_started = time.monotonic()
 
-    def epoch(self, position: EpochPosition, train_loss: float, score: Score) -> None:
-        """Report that an epoch is trained and validated."""
+    def report_epoch(self, position: EpochPosition, train_loss: float, score: Score) -> None:
+        """Report the training loss of an epoch and the score of its validation."""
         epoch = position.epoch + 1
         log.info(
             "epoch %d/%d in %.1f s: loss %.4f, validation %.4f, accuracy %.2f %%",
@@ -117,28 +126,31 @@ class Reporter:
         )
 
     def _draw(self, step: int, values: dict[str, float]) -> None:
-        with self._drawing():
+        """Add a point to each of TensorBoard's curves."""
+        with self._drop_failing_board():
             if self._board is not None:
                 for name, value in values.items():
                     self._board.add_scalar(name, value, step)
 
     @contextmanager
-    def _drawing(self) -> Iterator[None]:
+    def _drop_failing_board(self) -> Iterator[None]:
+        """Stop writing to TensorBoard if the block raises, for example because the disk is full."""
         try:
             yield
-        # a full disk, for example
         except Exception as error:
             self._board = None
             log.warning(
-                "logger=%s: %s; training continues without",
+                "logger=%s: %s; training continues without its curves",
                 self._cfg.get("logger"),
                 first_line(error),
             )
 
 
 def _open_board(cfg: DictConfig, run: Run, step: int) -> SummaryWriter | None:
-    """Return the writer of a run that resumes from ``step``, or None if nothing draws its
-    curves."""
+    """Return TensorBoard's writer, or None if the run has no curves.
+
+    ``step`` is the step from which the run resumes, 0 if it starts.
+    """
     if logger_of(cfg) == "none":
         return None
     try:
@@ -146,5 +158,6 @@ def _open_board(cfg: DictConfig, run: Run, step: int) -> SummaryWriter | None:
     except ImportError:
         log.info('no TensorBoard scalars: pip install "robust-train[vision]"')
         return None
-    # TensorBoard drops the points of steps that were lost: the resumed run repeats those steps.
-    return SummaryWriter(str(run.run_dir / "tensorboard"), purge_step=step + 1 if step else None)
+    # A resumed run repeats the steps after its checkpoint, so TensorBoard drops their old points.
+    first_step = step + 1 if step else None
+    return SummaryWriter(str(run.run_dir / "tensorboard"), purge_step=first_step)

@@ -1,7 +1,8 @@
-"""The built-in trainer's model sharded over the ranks (FSDP2): ``training.sharding=fsdp``.
+"""Shards the built-in trainer's model over the ranks (``training.sharding=fsdp``, FSDP2).
 
-Its checkpoint is a folder with each rank's shards, which ``torch.distributed.checkpoint`` writes,
-and all other values. ``read_checkpoint.read_newest`` reads it.
+`vision.trainer` calls it in the attempt's process, on every rank. A checkpoint of a sharded model
+is a folder: ``torch.distributed.checkpoint`` writes the shards of all ranks, and another file has
+all other values. ``checkpoints.read_newest`` reads the folder.
 """
 
 from __future__ import annotations
@@ -37,11 +38,15 @@ from robust_train.step.replicas import broadcast
 
 
 def shard(model: nn.Module) -> None:
-    """Shard the weights of a model over all ranks, block by block."""
+    """Shard the weights of a model over all ranks, block by block.
+
+    Raises:
+        ConfigError: this torch is too old.
+    """
     if not hasattr(getattr(fsdp, "FSDPModule", None), "reset_iter_state"):
         raise ConfigError(
-            "training.sharding=fsdp: needs a torch that has FSDPModule.reset_iter_state; update "
-            "torch, or write training.sharding=ddp"
+            "training.sharding=fsdp: this torch has no FSDPModule.reset_iter_state; update torch, "
+            "or set training.sharding=ddp"
         )
     device = next(model.parameters()).device
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
@@ -51,63 +56,78 @@ def shard(model: nn.Module) -> None:
 
 
 def share_buffers(model: nn.Module) -> None:
-    """Give every rank the buffers (BatchNorm's statistics) of the first, which saves them."""
+    """Copy the first rank's buffers (BatchNorm's statistics), which it saves, to every rank."""
     with torch.no_grad():
         broadcast(list(model.buffers()), 0, dist.group.WORLD)
 
 
 def _blocks(module: nn.Module) -> list[nn.Module]:
-    """Return the outermost members of lists and sequences of modules that have weights."""
+    """Return the blocks of a model: the members with weights of its outermost module lists."""
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
         return [part for part in module if next(part.parameters(), None) is not None]
     return [block for child in module.children() for block in _blocks(child)]
 
 
-def folder_writer() -> Callable[[Content, Path], Path]:
-    """Return a function that writes a checkpoint of all ranks' shards, also while training
-    continues. Every rank has to call it."""
-    group: Any = dist.new_group(backend="gloo")  # a separate group
+def create_folder_writer() -> Callable[[Content, Path], Path]:
+    """Return a function that writes a checkpoint of all ranks' shards. Every rank must call both.
+
+    The function has its own process group, so it can run in a thread while training continues.
+    """
+    group: Any = dist.new_group(backend="gloo")
     return partial(write_shards, group)
 
 
-def whole(weights: dict[str, Tensor], *, keeps: bool) -> dict[str, Any]:
-    """Return whole tensors on the host instead of sharded tensors. Every rank has to call it. A
-    rank with ``keeps`` gets them, others get None."""
+def gather_weights(weights: dict[str, Tensor], *, keeps: bool) -> dict[str, Any]:
+    """Return whole tensors on the host in place of sharded tensors. Every rank must call it.
 
-    def gathered(_: str, tensor: Any) -> Any:
-        # one at a time: a rank holds only one whole tensor in addition to its share
-        full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        return full.cpu() if keeps else None
+    A rank with ``keeps=False`` takes part, and gets None in place of each tensor.
+    """
 
-    return map_tensors(gathered, weights)
+    def gather(_: str, tensor: Any) -> Any:
+        # Tensors are gathered one by one, so a rank holds one whole tensor on its device at a time.
+        if hasattr(tensor, "full_tensor"):
+            tensor = tensor.full_tensor()
+        return tensor.cpu() if keeps else None
+
+    return map_tensors(gather, weights)
 
 
-def shares(model: nn.Module, optimizer: torch.optim.Optimizer) -> TensorChange:
-    """Return a function that loads this rank's shard of a checkpoint's tensor, for
-    ``read_newest``."""
+def create_shard_loader(model: nn.Module, optimizer: torch.optim.Optimizer) -> TensorChange:
+    """Return a function for ``read_newest`` that turns a saved tensor into this rank's shard."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    tensors |= {f"optimizer.state.{index}": parameter for index, parameter in enumerate(parameters)}
+    targets = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    for index, parameter in enumerate(parameters):
+        targets[f"optimizer.state.{index}"] = parameter
 
-    def share(name: str, tensor: Tensor) -> Tensor:
-        mine: Any = tensors.get(name, tensors.get(name.rpartition(".")[0]))
-        if not hasattr(mine, "device_mesh") or mine.shape != tensor.shape:
+    def load_shard(name: str, tensor: Tensor) -> Tensor:
+        # optimizer.state.0.exp_avg, for example, is sharded like parameter 0.
+        owner = name.rpartition(".")[0]
+        target: Any = targets.get(name, targets.get(owner))
+        is_sharded = hasattr(target, "device_mesh") and target.shape == tensor.shape
+        if not is_sharded:
             return tensor.clone()
         if tensor.is_meta:
-            return torch.empty_like(mine, dtype=tensor.dtype, requires_grad=False)
-        tensor = tensor.to(mine.device)
-        return distribute_tensor(tensor, mine.device_mesh, mine.placements, src_data_rank=None)
+            # The checkpoint has shards, which are read into this tensor later.
+            return torch.empty_like(target, dtype=tensor.dtype, requires_grad=False)
+        tensor = tensor.to(target.device)
+        return distribute_tensor(tensor, target.device_mesh, target.placements, src_data_rank=None)
 
-    return share
+    return load_shard
 
 
 def write_shards(group: dist.ProcessGroup, content: Content, path: Path) -> Path:
-    """Write all ranks' shards into a folder, which appears once all of them have written.
+    """Write the shards of all ranks into a folder. Every rank of ``group`` must call this.
 
-    Every rank of ``group`` has to call this.
+    The folder gets its final name after all ranks have written.
+
+    Args:
+        group: the process group of the ranks.
+        content: the values to save. Each rank has its own shards, and the first rank saves the
+            values that are not sharded.
+        path: the folder. If it exists, the new folder is named ``path-again``.
 
     Returns:
-        the folder's path. Only the first rank's is right: if ``path`` exists, it is ``path-again``.
+        On the first rank, the folder's path. On other ranks, ``path``, whatever the folder's name.
 
     Raises:
         CheckpointError: a rank cannot write. All ranks raise it, and no files are left.
@@ -128,20 +148,23 @@ def write_shards(group: dist.ProcessGroup, content: Content, path: Path) -> Path
         shutil.rmtree(writer.path, ignore_errors=True)
         rank, (error, _) = next(iter(failure.failures.items()))
         if isinstance(error, OSError):
-            # Its text names a part of the folder.
-            why = error.strerror
-            if not why:
-                why = str(error).rpartition(": ")[2]
-            raise CheckpointError(f"cannot write {path}, rank {rank}: {why}") from None
+            # The error's whole text would also name a file within the temporary folder.
+            reason = error.strerror
+            if not reason:
+                reason = str(error).rpartition(": ")[2]
+            raise CheckpointError(f"cannot write {path}, rank {rank}: {reason}") from None
         if rank != dist.get_rank(group):
             raise RankFailure(rank, classify_failure(error), is_elsewhere=True) from failure
-        raise error from failure  # which has the stack
+        raise error from failure  # `failure` has the stack.
     return writer.final
 
 
 class _FolderWriter(FileSystemWriter):
+    """Writes shards into a temporary folder, which it completes and renames to ``final``."""
+
     def __init__(self, path: Path, values: Content) -> None:
-        # Copying ahead would use the writer thread's current stream, which is the first GPU's.
+        # With copies ahead of writing, torch would use the current stream of the writer's thread,
+        # which belongs to the first GPU.
         temporary = path.with_name(f".{path.name}.tmp")
         super().__init__(temporary, per_thread_copy_ahead=0, sync_files=False)
         self.final = path
@@ -152,14 +175,14 @@ class _FolderWriter(FileSystemWriter):
         with system_errors():
             written = super().write_data(plan, planner)
         for name in {result.storage_data.relative_path for result in written.wait()}:
-            # torch's own sync_files would fail on file systems that cannot sync.
+            # torch's own option sync_files fails on file systems that cannot sync.
             sync(Path(self.path, name))
         return written
 
     def finish(self, metadata: Any, results: Any) -> None:
-        """Complete the folder, on the first rank, once all have written."""
+        """Complete the folder, on the first rank, after all ranks have written."""
         super().finish(metadata, results)
-        # some versions complete a copy
+        # Some versions of torch complete a copy of `metadata`, so it is read from the file.
         metadata = FileSystemReader(self.path).read_metadata()
         metadata.storage_meta = None
         write_atomically(metadata, Path(self.path, INDEX))

@@ -1,4 +1,7 @@
-"""The parts of a step: number format, loss, optimizer, schedule and counters."""
+"""Parts of the built-in trainer's step: number format, loss, optimizer, schedule and counters.
+
+`vision.trainer` puts them together in the attempt's process.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,12 @@ log = logging.getLogger("robust_train.vision")
 
 
 class Precision:
-    """The number format of a run: bfloat16 if the GPU computes in it, else float16 with loss
-    scaling (Micikevicius et al. 2017, arXiv:1710.03740). On the CPU float32: most CPUs emulate
-    bfloat16, slower."""
+    """The number format of a run.
+
+    On a GPU, it is bfloat16, or float16 with loss scaling (Micikevicius et al. 2017,
+    arXiv:1710.03740) if the GPU has no bfloat16. On the CPU, it is float32, because most CPUs only
+    emulate bfloat16, which is slower.
+    """
 
     def __init__(self, device: torch.device, *, mixed: bool) -> None:
         self.dtype = torch.float32
@@ -38,7 +44,10 @@ class Precision:
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """Return images and labels on ``device``. Copies from pinned memory do not block."""
-    images_BCHW, labels_B = (part.to(device, non_blocking=device.type == "cuda") for part in batch)
+    is_gpu = device.type == "cuda"
+    images_BCHW, labels_B = batch
+    images_BCHW = images_BCHW.to(device, non_blocking=is_gpu)
+    labels_B = labels_B.to(device, non_blocking=is_gpu)
     return images_BCHW, labels_B
 
 
@@ -50,34 +59,39 @@ def loss_of(
     precision: Precision,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Return the mean loss over some of a step's samples."""
+    """Return the mean loss over a batch, which may be a part of a step's samples."""
     images_BCHW, labels_B = to_device(batch, device)
     with precision.autocast():
         logits_BK = model(images_BCHW)
-    return cross_entropy(
-        logits_BK if precision.dtype is torch.float32 else logits_BK.float(),
-        labels_B,
-        label_smoothing=label_smoothing,
-    )
+    if precision.dtype is not torch.float32:
+        logits_BK = logits_BK.float()
+    return cross_entropy(logits_BK, labels_B, label_smoothing=label_smoothing)
 
 
 def make_optimizer(
     parameters: Iterable[nn.Parameter], *, lr: float, weight_decay: float, fused: bool = False
 ) -> torch.optim.AdamW:
-    """Return AdamW (Loshchilov & Hutter 2017, arXiv:1711.05101) for the trained parameters. Vectors
-    (biases, norms' scales) do not decay. ``fused`` runs a single kernel on a GPU, which skips a bad
-    update itself, so that the host does not wait for it."""
+    """Return AdamW (Loshchilov & Hutter 2017, arXiv:1711.05101) for the trained parameters.
+
+    Vectors (biases and the scales of norms) have no weight decay. With ``fused``, a single GPU
+    kernel makes the update. It also skips a bad update, so the host need not wait for the loss.
+    """
     trained = [p for p in parameters if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, fused=fused or None)
+    matrices = [p for p in trained if p.ndim >= 2]
+    vectors = [p for p in trained if p.ndim < 2]
+    groups: list[dict[str, Any]] = []
+    if matrices:
+        groups.append({"params": matrices, "weight_decay": weight_decay})
+    if vectors:
+        groups.append({"params": vectors, "weight_decay": 0.0})
+    return torch.optim.AdamW(groups, lr=lr, fused=fused or None)
 
 
-def with_own_kernels(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return a saved optimizer state with the kernels of this optimizer, because a job may resume
-    on another device."""
+def with_kernels_of(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return a saved optimizer state with the ``fused`` setting of this optimizer.
+
+    The job may resume on another kind of device, which needs other kernels.
+    """
     fused = optimizer.defaults.get("fused")
     groups = [{**group, "fused": fused} for group in state["param_groups"]]
     return {**state, "param_groups": groups}
@@ -85,9 +99,16 @@ def with_own_kernels(state: Mapping[str, Any], optimizer: torch.optim.Optimizer)
 
 @dataclass(frozen=True)
 class CosineSchedule:
-    """Linear warm-up, then half a cosine to zero (Loshchilov & Hutter 2016, arXiv:1608.03983). A
-    function of the samples seen, without state: a resume continues it, also with another number of
-    samples in a step. ``warmup_fraction`` is of the ``total_samples`` of all epochs."""
+    """Linear warm-up, then half a cosine to zero (Loshchilov & Hutter 2016, arXiv:1608.03983).
+
+    The rate is a function of the samples seen, without state. A resumed run therefore continues the
+    schedule, even with another number of samples in a step.
+
+    Attributes:
+        peak: the largest rate.
+        total_samples: the samples of all epochs together.
+        warmup_fraction: the share of ``total_samples`` with a rising rate.
+    """
 
     peak: float
     total_samples: int
@@ -96,7 +117,7 @@ class CosineSchedule:
     def rate(self, samples_seen: int, step_samples: int) -> float:
         """Return the learning rate of a step of ``step_samples`` after ``samples_seen``."""
         warmup = self.warmup_fraction * self.total_samples
-        # the end of the step counts while rising, so that the first step moves at all
+        # While the rate rises, the end of the step counts. Otherwise the first step's rate is 0.
         if samples_seen + step_samples <= warmup:
             return self.peak * (samples_seen + step_samples) / warmup
         rest = max(self.total_samples - warmup, 1)
@@ -106,8 +127,12 @@ class CosineSchedule:
 
 @dataclass
 class EpochPosition:
-    """The position of a run, in terms that no split into micro-batches changes: optimizer steps
-    done, the current epoch from 0, and its samples that are done (all during validation).
+    """The position of a run, which does not depend on the size of micro-batches.
+
+    Attributes:
+        step: the number of optimizer steps done.
+        epoch: the current epoch, counted from 0.
+        samples: the samples of this epoch that are done. During validation, these are all samples.
     """
 
     step: int = 0
@@ -124,15 +149,17 @@ class Score:
 
 
 class LossAverage:
-    """A mean over samples, summed on the device: only reading it waits for the device."""
+    """A mean loss over samples. It is summed on the device, so only reading it waits."""
 
     def __init__(self, total: float = 0.0, samples: int = 0) -> None:
         self._total: Tensor | float = total
         self._samples: Tensor | int = samples
 
     def add(self, mean_loss: Tensor, samples: int, *, finite: bool = False) -> None:
-        """Add the mean loss of ``samples`` samples. With ``finite``, leave out a loss that is not
-        finite, whose update was skipped."""
+        """Add the mean loss of ``samples`` samples.
+
+        With ``finite``, a loss that is not finite is left out, because its update was skipped.
+        """
         if not finite:
             self._total = self._total + mean_loss * samples
             self._samples = self._samples + samples
@@ -142,12 +169,12 @@ class LossAverage:
         self._samples = self._samples + counts * samples
 
     def value(self) -> float:
-        """Return the mean: 0 before the first loss, NaN if none of them was finite."""
+        """Return the mean. It is 0 before the first loss, and NaN if no loss was finite."""
         total, samples = self.state()
         if isinstance(self._samples, Tensor) and not samples:
             return math.nan
         return total / max(samples, 1)
 
     def state(self) -> tuple[float, int]:
-        """Return sum and number, for a checkpoint."""
+        """Return the sum and the number of samples, for a checkpoint."""
         return float(self._total), int(self._samples)
