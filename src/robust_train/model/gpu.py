@@ -51,6 +51,11 @@ class GpuInfo:
     # CUDA's lists may differ.
     cuda_index: int | None = None
 
+    @property
+    def capacity_bytes(self) -> int:
+        """Memory for processes, without what the driver keeps for itself."""
+        return min(self.free_bytes + self.used_bytes, self.total_bytes)
+
 
 Group = tuple[GpuInfo, ...]
 """The GPUs that an attempt uses together, one for each rank. Empty for the CPU."""
