@@ -72,6 +72,8 @@ class Devices:
         self._sleep = sleep
         self._on_wait = on_wait
         self._need_bytes = config.min_gpu_memory_bytes
+        # What an attempt was measured to need, at least.
+        self._measured_bytes = 0
         self._other_ranks_bytes = 0  # the most that a rank other than 0 has reserved
         self._free_before: dict[str, int] = {}
         # The GPU that the config names, if any.
@@ -172,7 +174,15 @@ class Devices:
             False if another job has taken any of them, so that a new choice is needed.
         """
         offered = min((gpu.free_bytes for gpu in group), default=0)
-        return self.queue.take([gpu.uuid for gpu in group], self._need_bytes, offered)
+        return self.queue.take([gpu.uuid for gpu in group], self._next_need_bytes, offered)
+
+    @property
+    def _next_need_bytes(self) -> int:
+        return max(self._need_bytes, self._measured_bytes)
+
+    def needs_at_least(self, measured_bytes: int) -> None:
+        """Reserve no less than this for later attempts: an attempt before them was measured."""
+        self._measured_bytes = max(self._measured_bytes, measured_bytes)
 
     def who_waits(self) -> QueuedJob | None:
         """Return the job of another user with fewer GPUs that waits for GPUs of this job."""
@@ -182,7 +192,7 @@ class Devices:
         """Release the GPUs, and return what the job then waits for, behind all waiting jobs."""
         # The job's waiting interpreters have its mark but no attempt: no GPU is kept for them.
         self.queue.take((), 0)
-        return Room((), self._need_bytes, counts=(count,))
+        return Room((), self._next_need_bytes, counts=(count,))
 
     def begin(self, group: Group) -> None:
         """Note the free memory before an attempt in another process."""

@@ -131,6 +131,8 @@ def test_a_program_that_takes_all_is_recognised():
     assert not took_all_at_once([500 * MIB, 31 * GIB], 40 * GIB, has_allocator=True)
     rising = [4 * GIB * number for number in range(1, 9)]
     assert not took_all_at_once(rising, 40 * GIB, has_allocator=False)
+    first_step = [500 * MIB, 13 * GIB, 37 * GIB]
+    assert not took_all_at_once(first_step, 40 * GIB, has_allocator=False)
 
 
 def test_a_measurement_is_kept_and_found(tmp_path):
@@ -165,6 +167,16 @@ def test_the_newest_sizes_are_kept():
     assert sorted(need.on("A100")) == list(range(4, MOST_SIZES + 4))
 
 
+def test_a_partial_run_replaces_no_larger_peak(tmp_path):
+    """A run that resumes at its end, or has begun, has not allocated what the whole run does."""
+    path = tmp_path / "needs.json"
+    remember("job", "A100", 8, 5 * GIB, path)
+    remember("job", "A100", 8, GIB, path, is_whole=False)
+    assert read_needs(path)["job"].on("A100") == {8: 5 * GIB}
+    remember("job", "A100", 8, 2 * GIB, path)
+    assert read_needs(path)["job"].on("A100") == {8: 2 * GIB}
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -185,6 +197,7 @@ def test_a_torn_file_is_ignored_in_one_line(tmp_path, caplog, content):
     assert str(path) in caplog.text
     remember("job", "A100", 8, GIB, path)
     assert read_needs(path)["job"].on("A100") == {8: GIB}
+    assert len(caplog.messages) == 1
 
 
 def test_measurements_at_once_are_all_kept(tmp_path):

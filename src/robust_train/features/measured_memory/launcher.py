@@ -15,6 +15,7 @@ from robust_train.features.measured_memory.model import (
     PEAK,
     Sample,
     is_measured,
+    to_reserve,
     took_all_at_once,
     with_margin,
 )
@@ -104,6 +105,7 @@ class MeasuredMemory(InLauncher):
         self._warned: set[str] = set()
         self._is_on = config.measures_memory or config.gpu_jobs_per_device > 1
         self._is_probe = is_probe()
+        self._earlier_bytes = 0  # the need of earlier attempts, as measured
 
     def request(self, request: AttemptRequest, attempt: Attempt) -> AttemptRequest:
         """Note what is used on the GPUs before the attempt begins."""
@@ -260,14 +262,14 @@ class MeasuredMemory(InLauncher):
         need = with_margin(peak)
         # A declared figure stands, and so does that of an earlier run until this one is measured.
         if not config.measures_memory or not current.is_settled:
-            need = max(need, config.min_gpu_memory_bytes)
+            need = max(need, config.min_gpu_memory_bytes, self._earlier_bytes)
         is_open = config.packs_gpus and current.is_settled
         most = MOST_TOGETHER if is_open else None
         reserved = self.job.driver.devices.queue.follow(held, need, most)
         if current.is_settled and not was_settled:
             shown = "" if reserved is None else f"; {mib(reserved)} are reserved by now"
             log.info("the job holds at most %s of a GPU%s", mib(peak), shown)
-            self._remember(current, attempt)
+            self._remember(current, attempt, is_whole=False)
 
     def evidence(self, attempt: Attempt, history: History) -> Attempt:
         """Return the attempt with the peak of its GPU memory."""
@@ -275,17 +277,25 @@ class MeasuredMemory(InLauncher):
         self._attempt = None
         if current is None or not current.peak:
             return attempt
-        if not current.takes_all and (current.is_settled or attempt.failure is None):
-            self._remember(current, attempt)
+        if current.takes_all:
+            return replace(attempt, memory={**attempt.memory, PEAK: current.peak})
+        if current.is_settled:
+            total = min(current.totals.values())
+            self._earlier_bytes = to_reserve(current.peak, total)
+            self.job.driver.devices.needs_at_least(self._earlier_bytes)
+        if current.is_settled or attempt.failure is None:
+            has_ended = attempt.failure is None and attempt.resumed_from is None
+            self._remember(current, attempt, is_whole=current.is_settled and has_ended)
         return replace(attempt, memory={**attempt.memory, PEAK: current.peak})
 
-    def _remember(self, current: _Attempt, attempt: Attempt) -> None:
+    def _remember(self, current: _Attempt, attempt: Attempt, *, is_whole: bool) -> None:
         """Keep the peak for later runs of the same job at the same micro-batch."""
         gpus = attempt.spec.gpus
         is_kept = self.job.plan.config.measures_memory and not current.is_split
         if is_kept and gpus:
             size = attempt.spec.batch_size
-            remember(fingerprint_of(self.job.plan), gpus[0].name, size, current.peak)
+            job = fingerprint_of(self.job.plan)
+            remember(job, gpus[0].name, size, current.peak, is_whole=is_whole)
 
     def _warn(self, line: str) -> None:
         """Log a line once."""
