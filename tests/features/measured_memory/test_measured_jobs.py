@@ -1,15 +1,22 @@
 """A job's reservation follows what NVML says of its processes, and the next job begins with it."""
 
 import json
+import os
+import signal
 import sys
+from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import warm
+from robust_train.features.measured_memory import answers
+from robust_train.features.measured_memory.store import Need
+from robust_train.model.errors import NotDoneError
 from robust_train.readable import MIB
 from simulated_nvml import Gpu
-from world import World, wait_until
+from world import World, is_running, wait_until
 
 A = "GPU-aaaaaaaa-0000-0000-0000-000000000000"
 PROGRAM = """
@@ -94,6 +101,49 @@ def test_reservation_follows_and_next_job_begins_with_it(tmp_path, cuda_machine_
     host.go("go2")
     second = host.world.end(job, code=0)
     assert "6600 MiB, because earlier runs of this job held 6000 MiB" in second.output
+
+
+@pytest.mark.slow
+def test_a_job_that_fills_its_gpu_starts_again(tmp_path, cuda_machine_with):
+    """There is no room for the tenth on top of its peak."""
+    host = Host(tmp_path, cuda_machine_with(Gpu(uuid=A)))
+    job, pid = host.start(AUTO)
+    host.hold(pid, 15000)
+    wait_until(lambda: host.reserved()[1] == 15000, "it is measured")
+    host.hold(pid, 38500)
+    host.go()
+    wait_until(lambda: host.reserved()[1] == 38500, "it fills the GPU")
+    host.go("go2")
+    first = host.world.end(job, code=0)
+    done = host.need("--json", str(Path(first.run_dir)))
+    assert json.loads(done.stdout)["smallest_gpu"] == A
+    host.hold(pid, 0)
+    job, pid = host.start(AUTO, "seed=7", "job_name=second")
+    assert host.reserved()[0] == 38912
+    host.go()
+    host.go("go2")
+    host.world.end(job, code=0)
+
+
+@pytest.mark.slow
+def test_a_crash_keeps_what_was_measured(tmp_path, cuda_machine_with):
+    """A neighbour would be let in beside the default otherwise, until the attempt has grown."""
+    host = Host(tmp_path, cuda_machine_with(Gpu(uuid=A)))
+    job, pid = host.start(AUTO, "gpu_jobs_per_device=2")
+    host.hold(pid, 6000)
+    host.go()
+    wait_until(lambda: host.has_logged("6600 MiB are reserved by now"), "it is measured")
+    for name in ("ready", "go"):
+        (tmp_path / name).unlink()
+    os.kill(pid, signal.SIGKILL)
+    ready = tmp_path / "ready"
+    host.hold(1, 0)
+    pid = int(wait_until(lambda: ready.exists() and ready.read_text(), "it trains again"))
+    host.hold(pid, 500)
+    wait_until(lambda: host.reserved() == (6600, 500), "the new attempt is seen")
+    host.go()
+    host.go("go2")
+    host.world.end(job, code=0)
 
 
 @pytest.mark.slow
@@ -183,6 +233,39 @@ def test_a_program_is_measured_by_a_probe(tmp_path, cuda_machine_with):
     assert answer["smallest_gpu"] == A
     after = host.need("--json", "--", *words, "--seed", "3")
     assert json.loads(after.stdout) == answer
+
+
+@pytest.mark.slow
+def test_a_stopped_probe_takes_its_program_along(tmp_path, cuda_machine_with):
+    """The program would run on, unseen, on a GPU that others wait for."""
+    host = Host(tmp_path, cuda_machine_with(Gpu(uuid=A)))
+    script = tmp_path / "endless.py"
+    script.write_text(PROGRAM)
+    command = ["-m", "robust_train.cli.main", "need", "--probe", "--", sys.executable, str(script)]
+    probe = warm.start(command, tmp_path, {**host.machine.environment(), **host.world.environ})
+    ready = tmp_path / "ready"
+    pid = int(wait_until(lambda: ready.exists() and ready.read_text(), "it runs"))
+    probe.terminate()
+    probe.communicate(timeout=120)
+    assert probe.returncode == 130
+    assert not is_running(pid)
+
+
+def test_one_word_may_be_a_program(tmp_path, cuda_machine_with):
+    host = Host(tmp_path, cuda_machine_with(Gpu(uuid=A)))
+    assert "this program was not measured yet" in host.need("--", "true").stderr
+
+
+def test_a_failed_probe_shows_no_earlier_figure(monkeypatch):
+    need = Need(1.0, {"A100": {1: 1000 * MIB}})
+    monkeypatch.setattr(answers, "read_needs", lambda: SimpleNamespace(get=lambda *key: need))
+    monkeypatch.setattr(answers, "run_probe", lambda argv, batch_size: 3)
+    arguments = Namespace(program=["python", "a.py"], probe=False, batch_size=None, json=False)
+    data, _ = answers.need(arguments)
+    assert data["peak_bytes"] == 1000 * MIB
+    arguments.probe = True
+    with pytest.raises(NotDoneError, match="ended with exit code 3 before it was measured"):
+        answers.need(arguments)
 
 
 @pytest.mark.slow

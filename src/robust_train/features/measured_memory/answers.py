@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 
@@ -21,6 +22,7 @@ from robust_train.folder.state import read_summary
 from robust_train.gpu.inventory import read_inventory
 from robust_train.model.attempt import Attempt
 from robust_train.model.errors import NotDoneError
+from robust_train.model.failure import FailureKind
 from robust_train.model.gpu import GpuInfo
 from robust_train.model.json import Json
 from robust_train.readable import mib
@@ -32,26 +34,38 @@ def need(arguments: Namespace) -> Said:
     """Return what a run, or a program that has run before, needs: data and lines."""
     words = arguments.program
     # Options of a program belong to it, but a run has none.
-    if words[1:] == ["--json"] and not os.path.isfile(words[0]):
+    if words[1:] == ["--json"] and not _is_program(words[0]):
         arguments.json = True
         words = words[:1]
-    is_run = len(words) < 2 and not any(os.path.isfile(word) for word in words)
-    if arguments.probe and (is_run or not words):
+    if arguments.probe and not words:
         raise NotDoneError("--probe runs a program: robust-train need --probe -- PROGRAM …")
-    if not is_run:
-        code = run_probe(words, arguments.batch_size) if arguments.probe else None
-        return _need_of_program(words, code)
+    if arguments.probe or len(words) > 1 or any(map(_is_program, words)):
+        return _need_of_program(words, arguments)
     which = words[0] if words else None
     return _need_of_run(choose_run(which, dead_too=True, command="need"))
 
 
-def _need_of_program(argv: Sequence[str], code: int | None) -> Said:
-    """Return the peaks of earlier runs of a program. ``code`` is the exit code of a probe run."""
+def _is_program(word: str) -> bool:
+    """Return whether a single word is a command, and not the id or the folder of a run."""
+    return os.path.isfile(word) or shutil.which(word) is not None
+
+
+def _need_of_program(argv: Sequence[str], arguments: Namespace) -> Said:
+    """Return the peaks of earlier runs of a program, or of a probe run now."""
     # These are the defaults of `robust-train run`, which differ from those of a function.
     cfg = composed(["trainer=command", "training.batch_size=1", "min_batch_size=1"])
     OmegaConf.update(cfg, "trainer.argv", [literal(word) for word in argv])
     digest = fingerprint_of_program(checked(cfg))
-    peaks = read_needs().get(digest, Need()).on(None)
+    need = read_needs().get(digest, Need())
+    code: int | None = None
+    if arguments.probe:
+        before = need
+        code = run_probe(argv, arguments.batch_size)
+        need = read_needs().get(digest, Need())
+        # The figure of an earlier run is not an answer: the program may have changed.
+        if need == before:
+            need = Need()
+    peaks = need.on(None)
     if not peaks:
         raise NotDoneError(_why_unknown(argv, code))
     peak = max(peaks.values())
@@ -64,7 +78,7 @@ def _need_of_program(argv: Sequence[str], code: int | None) -> Said:
         f"micro-batch {size}: {mib(bytes_)} at its peak, {mib(with_margin(bytes_))} to reserve"
         for size, bytes_ in sorted(peaks.items())
     ]
-    return _with_gpus(data, lines, peak, peaks)
+    return _with_gpus(data, lines, peak, peaks, need.peaks)
 
 
 def _why_unknown(argv: Sequence[str], code: int | None) -> str:
@@ -109,11 +123,18 @@ def _need_of_run(run: KnownRun) -> Said:
         f"run {run.id} held {mib(peak)} at its peak, at micro-batch {size}: {parts}",
         f"to reserve: {mib(with_margin(peak))}",
     ]
-    peaks: dict[int, int] = {}
+    need = Need()
     for attempt in measured:
-        tried = attempt.spec.batch_size
-        peaks[tried] = max(held[attempt.number], peaks.get(tried, 0))
-    return _with_gpus(data, lines, peak, peaks)
+        for name in {gpu.name for gpu in attempt.spec.gpus if _ran_whole(attempt)}:
+            tried = attempt.spec.batch_size
+            need = need.with_peak(name, tried, held[attempt.number], 0.0, is_whole=False)
+    return _with_gpus(data, lines, peak, need.on(None), need.peaks)
+
+
+def _ran_whole(attempt: Attempt) -> bool:
+    """Return whether the attempt had enough memory for its whole micro-batch."""
+    is_split = attempt.micro_batch not in (None, attempt.spec.batch_size)
+    return attempt.kind is not FailureKind.DEVICE_OOM and not is_split
 
 
 def _held_by(attempt: Attempt) -> int:
@@ -143,17 +164,26 @@ def _made_of(attempt: Attempt, peak: int) -> Mapping[str, int]:
 
 
 def _with_gpus(
-    data: dict[str, Json], lines: list[str], peak: int, peaks: Mapping[int, int]
+    data: dict[str, Json],
+    lines: list[str],
+    peak: int,
+    peaks: Mapping[int, int],
+    by_model: Mapping[str, Mapping[int, int]],  # the same peaks by the GPU model
 ) -> Said:
     """Add the smallest GPU of this host that it fits, and the micro-batch that fits each."""
     gpus = read_inventory(processes=False).gpus
-    smallest = _smallest_for(with_margin(peak), gpus)
+    fitting = [
+        gpu
+        for gpu in gpus
+        if with_margin(peak) <= gpu.total_bytes or peak in by_model.get(gpu.name, {}).values()
+    ]
+    smallest = min(fitting, key=lambda gpu: (gpu.total_bytes, gpu.index), default=None)
     data["smallest_gpu"] = None if smallest is None else smallest.uuid
     if smallest is not None:
         lines.append(f"the smallest GPU here that it fits: GPU {smallest.index} ({smallest.name})")
     elif gpus:
         lines.append("it fits no GPU here")
-    sizes = {gpu.uuid: largest_fitting(peaks, gpu.total_bytes) for gpu in gpus}
+    sizes = {gpu.uuid: _size_for(gpu, peaks, by_model.get(gpu.name, {})) for gpu in gpus}
     data["micro_batches"] = dict(sizes)
     for gpu in gpus:
         size = sizes[gpu.uuid]
@@ -162,7 +192,10 @@ def _with_gpus(
     return data, lines
 
 
-def _smallest_for(need_bytes: int, gpus: Sequence[GpuInfo]) -> GpuInfo | None:
-    """Return the smallest GPU with this much memory, or None if no GPU has it."""
-    fitting = [gpu for gpu in gpus if gpu.total_bytes >= need_bytes]
-    return min(fitting, key=lambda gpu: (gpu.total_bytes, gpu.index), default=None)
+def _size_for(
+    gpu: GpuInfo, peaks: Mapping[int, int], on_this_model: Mapping[int, int]
+) -> int | None:
+    """Return the largest micro-batch with a margin, or a larger one that this model has run."""
+    size = largest_fitting(peaks, gpu.total_bytes)
+    sizes = [*on_this_model] if size is None else [size, *on_this_model]
+    return max(sizes, default=None)
