@@ -208,6 +208,14 @@ def has_cuda_library(pid: int) -> bool:
     return any("libcuda.so" in os.path.basename(entry.path) for entry in maps)
 
 
+def has_library(pid: int, name: str) -> bool:
+    """Return whether a process has loaded a library whose path contains ``name``."""
+    try:
+        return name.encode() in Path(f"/proc/{pid}/maps").read_bytes()
+    except OSError:
+        return False
+
+
 # --- what a process takes ----------------------------------------------------------------------
 
 CONTEXT_BYTES = 512 * MIB

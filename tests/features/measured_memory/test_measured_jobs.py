@@ -30,6 +30,9 @@ for step in range(1, 1000000):
     time.sleep(0.01)
 """
 AUTO = "min_gpu_memory_mb=auto"
+OF_A_LIBRARY = "holds_memory_of_a_library"
+TORCH = ["+trainer.library=libc10_cuda.so"]
+JAX = ["+trainer.library=xla_cuda_plugin.so"]
 
 
 class Host:
@@ -202,7 +205,7 @@ def test_others_beside_a_silent_driver_stop_measuring(tmp_path, cuda_machine_wit
 @pytest.mark.slow
 def test_a_program_that_takes_all_keeps_its_declaration(tmp_path, cuda_machine_with):
     host = Host(tmp_path, cuda_machine_with(Gpu(uuid=A)))
-    job, pid = host.start(AUTO, "gpu_jobs_per_device=2")
+    job, pid = host.start(AUTO, "gpu_jobs_per_device=2", *JAX, trainer=OF_A_LIBRARY)
     host.hold(pid, 30720)
     wait_until(lambda: host.has_logged("at once, as JAX"), "it is recognised")
     host.go()
@@ -210,7 +213,34 @@ def test_a_program_that_takes_all_keeps_its_declaration(tmp_path, cuda_machine_w
     assert host.reserved()[0] == 4000
     ended = host.world.end(job, code=0)
     assert ended.output.count("at once, as JAX") == 1
+    assert "took most of a GPU" in host.need(str(ended.run_dir)).stderr
     assert not host.needs_file.exists()
+
+
+@pytest.mark.slow
+def test_a_measured_job_that_grows_is_followed(tmp_path, cuda_machine_with):
+    """By most of a GPU at once, as in a validation at night: that is not JAX."""
+    host = Host(tmp_path, cuda_machine_with(Gpu(uuid=A)))
+    job, pid = host.start(AUTO, "gpu_jobs_per_device=2")
+    host.hold(pid, 1000)
+    host.go()
+    wait_until(lambda: host.reserved() == (1100, 1000), "it is measured")
+    host.hold(pid, 30000)
+    wait_until(lambda: host.reserved() == (33000, 30000), "the reservation grows with it")
+    host.go("go2")
+    host.world.end(job, code=0)
+
+
+@pytest.mark.slow
+def test_torch_may_fill_a_gpu_at_once(tmp_path, cuda_machine_with):
+    """A script reports nothing of its allocator, and its first step may take most of a GPU."""
+    host = Host(tmp_path, cuda_machine_with(Gpu(uuid=A)))
+    job, pid = host.start(AUTO, "gpu_jobs_per_device=2", *TORCH, trainer=OF_A_LIBRARY)
+    host.hold(pid, 30000)
+    host.go()
+    wait_until(lambda: host.reserved() == (33000, 30000), "it is measured")
+    host.go("go2")
+    host.world.end(job, code=0)
 
 
 @pytest.mark.slow

@@ -103,8 +103,8 @@ def _need_of_run(run: KnownRun) -> Said:
         what = "has not ended yet: robust-train queue shows what it holds"
         if not run.alive:
             what = (
-                "was not measured: it ran on the CPU, without min_gpu_memory_mb=auto, or NVML said "
-                "nothing of its processes"
+                "was not measured: it ran on the CPU, without min_gpu_memory_mb=auto, took most of "
+                "a GPU whatever it needs, or NVML said nothing of its processes"
             )
         raise NotDoneError(f"run {run.id} {what}")
     last = measured[-1]

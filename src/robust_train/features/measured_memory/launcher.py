@@ -23,7 +23,7 @@ from robust_train.features.measured_memory.probe import is_probe, stop_probe
 from robust_train.features.measured_memory.recall import fingerprint_of
 from robust_train.features.measured_memory.store import remember
 from robust_train.gpu.inventory import close_session, read_inventory
-from robust_train.gpu.processes import sees_host_pids
+from robust_train.gpu.processes import has_library, sees_host_pids
 from robust_train.host.linux import job_mark
 from robust_train.host.reaper import mark_of
 from robust_train.launcher.hooks import History, InLauncher, JobView
@@ -48,6 +48,7 @@ _MOST_SECONDS = 30.0
 _OFTEN_SECONDS = 60.0  # an attempt allocates most of what it will hold in its first minute
 _SAMPLES_OF_A_PROBE = 3  # after ten steps, until it ends whatever is known
 _NOTABLE_SHARE = 0.05  # a smaller share of a GPU did not make a step run out
+_TAKE_ALL = ("xla_", "tensorflow")  # in the paths of JAX's and TensorFlow's libraries
 _COST_SHARE = 0.005  # the share of the time that reading the GPUs may take
 _FIRST_COST_SHARE = 0.02  # the same share in the first minute
 
@@ -81,6 +82,12 @@ class _Attempt:
     def peak(self) -> int:
         """The most memory that it held on any GPU."""
         return max(self.peaks.values(), default=0)
+
+    @property
+    def total(self) -> int:
+        """The memory of the GPU on which it held the most."""
+        fullest = max(self.peaks, key=lambda uuid: self.peaks[uuid])
+        return self.totals[fullest]
 
     @property
     def steps(self) -> int | None:
@@ -211,9 +218,9 @@ class MeasuredMemory(InLauncher):
     def _sample_of(self, gpu: GpuInfo, current: _Attempt) -> Sample:
         """Return NVML's figures of a GPU, with the processes of the job and of others."""
         queue = self.job.driver.devices.queue
-        mark = job_mark(queue.job_id)
         processes = gpu.processes or ()
-        ours = tuple(row.used_bytes for row in processes if mark_of(row.pid) == mark)
+        its_pids = self._its_pids(gpu)
+        ours = tuple(row.used_bytes for row in processes if row.pid in its_pids)
         is_said = bool(ours) and None not in ours
         if not is_said and gpu.uuid not in current.shared and _has_others(queue, gpu.uuid):
             current.shared.add(gpu.uuid)
@@ -221,10 +228,25 @@ class MeasuredMemory(InLauncher):
             used_bytes=gpu.used_bytes,
             before_bytes=current.used_before.get(gpu.uuid, gpu.used_bytes),
             ours=ours,
-            others=sum(row.computes for row in processes) - len(ours),
+            others=sum(row.computes for row in processes if row.pid not in its_pids),
             is_listed=gpu.processes is not None and sees_host_pids(),
             is_alone=gpu.uuid not in current.shared,
         )
+
+    def _its_pids(self, gpu: GpuInfo) -> set[int]:
+        """Return the job's processes that NVML lists on a GPU."""
+        mark = job_mark(self.job.driver.devices.queue.job_id)
+        return {row.pid for row in gpu.processes or () if mark_of(row.pid) == mark}
+
+    def _uses_torch(self, gpus: Sequence[GpuInfo]) -> bool:
+        """Return whether torch surely allocates the memory of the job's processes.
+
+        It takes only what is used, also in a script that reports nothing. JAX's programs load their
+        data with torch, too.
+        """
+        pids = {pid for gpu in gpus for pid in self._its_pids(gpu)}
+        has_torch = any(has_library(pid, "libc10_cuda") for pid in pids)
+        return has_torch and not any(has_library(pid, name) for pid in pids for name in _TAKE_ALL)
 
     def _follow(
         self,
@@ -245,8 +267,11 @@ class MeasuredMemory(InLauncher):
         if not current.history or peak > current.history[-1]:
             current.history.append(peak)
         config = self.job.plan.config
-        total = min(current.totals.values())
-        if took_all_at_once(current.history, total, has_allocator=bool(attempt.memory)):
+        total = current.total
+        # A job that was measured has grown, whatever its allocator.
+        if not current.is_settled and took_all_at_once(
+            current.history, total, has_allocator=bool(attempt.memory) or self._uses_torch(gpus)
+        ):
             current.takes_all = True
             self._warn(
                 f"the program took {mib(peak)} of {mib(total)} at once, as JAX and TensorFlow do "
@@ -275,13 +300,11 @@ class MeasuredMemory(InLauncher):
         """Return the attempt with the peak of its GPU memory."""
         current = self._attempt
         self._attempt = None
-        if current is None or not current.peak:
+        # What a program takes that takes all says nothing of what it needs.
+        if current is None or not current.peak or current.takes_all:
             return attempt
-        if current.takes_all:
-            return replace(attempt, memory={**attempt.memory, PEAK: current.peak})
         if current.is_settled:
-            total = min(current.totals.values())
-            self._earlier_bytes = to_reserve(current.peak, total)
+            self._earlier_bytes = to_reserve(current.peak, current.total)
             self.job.driver.devices.needs_at_least(self._earlier_bytes)
         if current.is_settled or attempt.failure is None:
             has_ended = attempt.failure is None and attempt.resumed_from is None
