@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 import warm
+from command_world import CommandWorld
 from robust_train.features.measured_memory import answers
 from robust_train.features.measured_memory.store import Need
 from robust_train.model.errors import NotDoneError
@@ -284,6 +285,21 @@ def test_a_stopped_probe_takes_its_program_along(tmp_path, cuda_machine_with):
 def test_one_word_may_be_a_program(tmp_path, cuda_machine_with):
     host = Host(tmp_path, cuda_machine_with(Gpu(uuid=A)))
     assert "this program was not measured yet" in host.need("--", "true").stderr
+
+
+@pytest.mark.slow
+def test_a_program_of_several_gpus_is_known(tmp_path, cuda_machine_with):
+    """The command line does not say how many it had."""
+    host = Host(tmp_path, cuda_machine_with(Gpu(uuid=A), Gpu()))
+    script = tmp_path / "two.py"
+    script.write_text(PROGRAM.replace("1000000", "500"))
+    words = [sys.executable, str(script)]
+    job = CommandWorld(host.world).start(AUTO, "num_gpus=2", "--", *words)
+    ready = tmp_path / "ready"
+    host.hold(int(wait_until(lambda: ready.exists() and ready.read_text(), "it runs")), 3000)
+    host.world.end(job, code=0)
+    answer = host.need("--json", "--", *words)
+    assert json.loads(answer.stdout)["num_gpus"] == 2, answer.stderr
 
 
 def test_a_failed_probe_shows_no_earlier_figure(monkeypatch):

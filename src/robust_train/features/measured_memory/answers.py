@@ -34,37 +34,41 @@ def need(arguments: Namespace) -> Said:
     """Return what a run, or a program that has run before, needs: data and lines."""
     words = arguments.program
     # Options of a program belong to it, but a run has none.
-    if words[1:] == ["--json"] and not _is_program(words[0]):
+    if words[1:] == ["--json"] and not os.path.isfile(words[0]):
         arguments.json = True
         words = words[:1]
     if arguments.probe and not words:
         raise NotDoneError("--probe runs a program: robust-train need --probe -- PROGRAM …")
-    if arguments.probe or len(words) > 1 or any(map(_is_program, words)):
+    if arguments.probe or len(words) > 1 or any(map(os.path.isfile, words)):
         return _need_of_program(words, arguments)
     which = words[0] if words else None
-    return _need_of_run(choose_run(which, dead_too=True, command="need"))
-
-
-def _is_program(word: str) -> bool:
-    """Return whether a single word is a command, and not the id or the folder of a run."""
-    return os.path.isfile(word) or shutil.which(word) is not None
+    try:
+        run = choose_run(which, dead_too=True, command="need")
+    except NotDoneError:
+        # A single word may also be a command, but a run by that name is meant more often.
+        if which is None or shutil.which(which) is None:
+            raise
+        return _need_of_program(words, arguments)
+    return _need_of_run(run)
 
 
 def _need_of_program(argv: Sequence[str], arguments: Namespace) -> Said:
     """Return the peaks of earlier runs of a program, or of a probe run now."""
-    # These are the defaults of `robust-train run`, which differ from those of a function.
-    cfg = composed(["trainer=command", "training.batch_size=1", "min_batch_size=1"])
-    OmegaConf.update(cfg, "trainer.argv", [literal(word) for word in argv])
-    digest = fingerprint_of_program(checked(cfg))
-    need = read_needs().get(digest, Need())
+    count = 1
+    need = _known_need(argv, count)
     code: int | None = None
     if arguments.probe:
         before = need
         code = run_probe(argv, arguments.batch_size)
-        need = read_needs().get(digest, Need())
+        need = _known_need(argv, count)
         # The figure of an earlier run is not an answer: the program may have changed.
         if need == before:
             need = Need()
+    elif not need.peaks:
+        for count in range(2, len(read_inventory(processes=False).gpus) + 1):
+            need = _known_need(argv, count)
+            if need.peaks:
+                break
     peaks = need.on(None)
     if not peaks:
         raise NotDoneError(_why_unknown(argv, code))
@@ -78,7 +82,19 @@ def _need_of_program(argv: Sequence[str], arguments: Namespace) -> Said:
         f"micro-batch {size}: {mib(bytes_)} at its peak, {mib(with_margin(bytes_))} to reserve"
         for size, bytes_ in sorted(peaks.items())
     ]
+    if count > 1:
+        data["num_gpus"] = count
+        lines.insert(0, f"on each GPU, with num_gpus={count}:")
     return _with_gpus(data, lines, peak, peaks, need.peaks)
+
+
+def _known_need(argv: Sequence[str], num_gpus: int) -> Need:
+    """Return the need of a program on this many GPUs, as ``robust-train run`` has measured it."""
+    # These are the defaults of `robust-train run`, which differ from those of a function.
+    keys = ["trainer=command", "training.batch_size=1", "min_batch_size=1"]
+    cfg = composed([*keys, f"num_gpus={num_gpus}"])
+    OmegaConf.update(cfg, "trainer.argv", [literal(word) for word in argv])
+    return read_needs().get(fingerprint_of_program(checked(cfg)), Need())
 
 
 def _why_unknown(argv: Sequence[str], code: int | None) -> str:
