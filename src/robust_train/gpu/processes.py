@@ -216,6 +216,14 @@ def has_library(pid: int, name: str) -> bool:
         return False
 
 
+def is_meant(pid: int) -> bool:
+    """Return whether NVML surely means the process that has this number here.
+
+    In a container it may list the host's numbers, so a process has to use CUDA there.
+    """
+    return sees_host_pids() or has_library(pid, "libcuda.so")
+
+
 # --- what a process takes ----------------------------------------------------------------------
 
 CONTEXT_BYTES = 512 * MIB

@@ -190,6 +190,26 @@ def test_a_silent_driver_leaves_the_difference(tmp_path, cuda_machine_with):
 
 
 @pytest.mark.slow
+def test_an_ending_process_is_not_a_silent_driver(tmp_path, cuda_machine_with):
+    """NVML no longer lists it, and its memory is not back yet."""
+    host = Host(tmp_path, cuda_machine_with(Gpu(uuid=A)))
+    job, pid = host.start(AUTO, "gpu_jobs_per_device=2")
+    host.hold(pid, 1000)
+    host.go()
+    wait_until(lambda: host.reserved() == (1100, 1000), "it is measured")
+    host.machine.update(0, compute=[], free_mib=30960)
+    reads = len(host.machine.calls("nvmlDeviceGetComputeRunningProcesses"))
+    wait_until(
+        lambda: len(host.machine.calls("nvmlDeviceGetComputeRunningProcesses")) > reads + 2,
+        "it is read again",
+    )
+    host.go("go2")
+    ended = host.world.end(job, code=0)
+    assert "NVML does not say" not in ended.output
+    assert ended.attempts[0]["memory"]["gpu_peak"] == 1000 * MIB
+
+
+@pytest.mark.slow
 def test_others_beside_a_silent_driver_stop_measuring(tmp_path, cuda_machine_with):
     """With a process of others on the GPU the declared figure stands, and one line says so."""
     host = Host(tmp_path, cuda_machine_with(Gpu(uuid=A)))

@@ -23,7 +23,7 @@ from robust_train.features.measured_memory.probe import is_probe, stop_probe
 from robust_train.features.measured_memory.recall import fingerprint_of
 from robust_train.features.measured_memory.store import remember
 from robust_train.gpu.inventory import close_session, read_inventory
-from robust_train.gpu.processes import has_library, sees_host_pids
+from robust_train.gpu.processes import has_library, is_meant, sees_host_pids
 from robust_train.host.linux import job_mark
 from robust_train.host.reaper import mark_of
 from robust_train.launcher.hooks import History, InLauncher, JobView
@@ -75,6 +75,7 @@ class _Attempt:
     has_blamed: bool = False  # a line has blamed others for that
     samples_after_steps: int = 0  # samples since ten steps were done
     takes_all: bool = False
+    has_figures: bool = False  # NVML has said what a process of the job holds
     # UUIDs of GPUs on which another job of the queue was seen.
     shared: set[str] = field(default_factory=set)
 
@@ -163,7 +164,7 @@ class MeasuredMemory(InLauncher):
         if all(uuid in gpus for uuid in current.uuids):
             its_gpus = [gpus[uuid] for uuid in current.uuids]
             samples = [self._sample_of(gpu, current) for gpu in its_gpus]
-            held = [self._held_by(sample) for sample in samples]
+            held = [self._held_by(sample, current) for sample in samples]
             self._follow(current, held, attempt, its_gpus)
             self._tell_shortage_apart(current, samples, its_gpus)
             self._end_probe(current)
@@ -197,11 +198,16 @@ class MeasuredMemory(InLauncher):
             with contextlib.suppress(OSError):
                 stop_probe(self.job.plan.run_dir)
 
-    def _held_by(self, sample: Sample) -> int | None:
+    def _held_by(self, sample: Sample, current: _Attempt) -> int | None:
         """Return the bytes that the job's processes hold on a GPU, or None if unknown."""
         held = sample.by_process()
-        if held is not None or sample.is_before_cuda:
+        if held is not None:
+            current.has_figures = True
             return held
+        # The driver no longer lists a process that ends, and returns its memory later.
+        is_ending = current.has_figures and not sample.ours
+        if is_ending or sample.is_before_cuda:
+            return None
         held = sample.by_difference()
         if held is None:
             self._warn(
@@ -236,7 +242,8 @@ class MeasuredMemory(InLauncher):
     def _its_pids(self, gpu: GpuInfo) -> set[int]:
         """Return the job's processes that NVML lists on a GPU."""
         mark = job_mark(self.job.driver.devices.queue.job_id)
-        return {row.pid for row in gpu.processes or () if mark_of(row.pid) == mark}
+        pids = {row.pid for row in gpu.processes or () if mark_of(row.pid) == mark}
+        return set(filter(is_meant, pids))
 
     def _uses_torch(self, gpus: Sequence[GpuInfo]) -> bool:
         """Return whether torch surely allocates the memory of the job's processes.
