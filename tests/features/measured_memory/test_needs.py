@@ -160,6 +160,16 @@ def test_the_file_stays_small(tmp_path):
     assert {"newest", f"job {MOST_JOBS - 1}"} <= needs.keys()
 
 
+def test_a_user_without_a_home_keeps_nothing(tmp_path, monkeypatch):
+    """Least of all in a folder of the name ~ in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    remember("job", "A100", 8, GIB)
+    assert read_needs() == {}
+    assert os.listdir() == []
+
+
 def test_the_newest_sizes_are_kept():
     need = Need()
     for size in range(1, MOST_SIZES + 4):

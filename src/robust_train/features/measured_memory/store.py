@@ -64,30 +64,34 @@ class Need:
 
 
 def needs_file() -> Path:
-    """Return the path of the file, in this user's cache."""
+    """Return the path of the file, in this user's cache.
+
+    Raises:
+        FileNotFoundError: the user has no home folder, as in some containers.
+    """
     chosen = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG Base Directory Specification ignores relative paths.
     if not os.path.isabs(chosen):
         chosen = os.path.join(os.path.expanduser("~"), ".cache")
+    if not os.path.isabs(chosen):
+        raise FileNotFoundError("no home folder")
     return Path(chosen) / "robust-train" / FILE_NAME
 
 
 def read_needs(path: Path | None = None) -> dict[str, Need]:
     """Return the needs by fingerprint. If the file cannot be used, log a line and return none."""
-    path = path or needs_file()
     try:
+        path = path or needs_file()
         return _read(path)
+    except FileNotFoundError:
+        return {}
     except _UNUSABLE as error:
         log.warning("%s is ignored, and memory is measured again: %s", path, error)
         return {}
 
 
 def _read(path: Path) -> dict[str, Need]:
-    """Return the needs in a file, none if it does not exist."""
-    try:
-        data, status = read_small(path, _MOST_BYTES)
-    except FileNotFoundError:
-        return {}
+    data, status = read_small(path, _MOST_BYTES)
     if status.st_uid != os.geteuid():
         raise ValueError("it belongs to another user")
     return _decode(parse_json(data))
@@ -128,8 +132,8 @@ def remember(
 ) -> None:
     """Keep a measurement. Never raises: a full disk, or a lock that another process does not
     release in time, costs the measurement."""
-    path = path or needs_file()
     with contextlib.suppress(OSError):
+        path = path or needs_file()
         path.parent.mkdir(0o700, parents=True, exist_ok=True)
         with _locked(path) as is_locked:
             if is_locked:
