@@ -402,6 +402,21 @@ def _queue_directory(config: RobustConfig, environ: Mapping[str, str]) -> Path |
     return directory_for(None if queue is True else str(queue), environ)
 
 
+def named_gpus(config: RobustConfig, visible: Visible) -> Group:
+    """Return the visible GPUs that ``device`` names, all of them if it leaves the choice.
+
+    Raises:
+        ConfigError: ``device`` names a GPU that is not visible.
+    """
+    if config.names_several:
+        uuids = _several(config.device, visible)
+    elif config.picks_gpu:
+        return visible.gpus
+    else:
+        uuids = frozenset(_named(config.device, visible))
+    return tuple(gpu for gpu in visible.gpus if gpu.uuid in uuids)
+
+
 def _several(devices: str, visible: Visible) -> frozenset[str]:
     """Return the UUIDs of the visible GPUs that ``devices`` lists."""
     return frozenset(uuid for device in devices.split(",") for uuid in _named(device, visible))

@@ -345,3 +345,23 @@ def test_a_shortage_caused_by_others_is_named(tmp_path, cuda_machine_with):
     ended = host.world.end(job, code=0)
     assert ended.output.count("others took") == 1
     assert not host.needs_file.exists(), "a part of the batch says nothing of the whole"
+
+
+@pytest.mark.slow
+def test_a_smaller_gpu_by_name_is_not_refused(tmp_path, cuda_machine_with):
+    """The figure is another model's, of which a smaller GPU may be enough."""
+    host = Host(tmp_path, cuda_machine_with(Gpu(uuid=A), Gpu(name="L4", total_mib=20000)))
+    job, pid = host.start(AUTO, "device=cuda:0")
+    host.hold(pid, 15000)
+    wait_until(lambda: host.reserved()[1] == 15000, "it is measured")
+    host.hold(pid, 30000)
+    host.go()
+    wait_until(lambda: host.reserved()[1] == 30000, "it grows")
+    host.go("go2")
+    host.world.end(job, code=0)
+    host.hold(pid, 0)
+    job, pid = host.start(AUTO, "device=cuda:1", "job_name=second")
+    assert host.reserved()[0] == 19000
+    host.go()
+    host.go("go2")
+    host.world.end(job, code=0)

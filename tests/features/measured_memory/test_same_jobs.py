@@ -9,7 +9,7 @@ from robust_train.features.measured_memory.model import (
     to_reserve,
     words_that_matter,
 )
-from robust_train.features.measured_memory.recall import fingerprint_of
+from robust_train.features.measured_memory.recall import fingerprint_of, with_known_need
 from robust_train.launcher.plan import plan_job
 from robust_train.readable import GIB
 
@@ -121,3 +121,21 @@ def test_a_function_of_another_folder_counts(tmp_path, monkeypatch):
         cfg = complete({"trainer": {"_target_": "same_name.train"}})
         digests.add(fingerprint_of(plan_job(None, cfg, folder / "run", remedies={})))
     assert len(digests) == 2
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"device": "cpu"}, []),
+        ({"device": "cpu", "auto_device": True}, ["not measured yet"]),
+        ({"isolation": "none"}, ["are not measured"]),
+    ],
+)
+def test_a_measurement_is_promised_only_on_gpus(tmp_path, caplog, monkeypatch, keys, said):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    caplog.set_level("INFO", "robust_train")
+    cfg = complete({**keys, "min_gpu_memory_mb": "auto"})
+    with_known_need(plan_job(len, cfg, tmp_path / "run", remedies={}))
+    assert [words in line for words, line in zip(said, caplog.messages, strict=True)] == [
+        True for _ in said
+    ]

@@ -6,6 +6,7 @@ fingerprints are.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import logging
@@ -39,6 +40,9 @@ from robust_train.features.measured_memory.store import Need, read_needs
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.visible import visible_gpus
 from robust_train.launcher.plan import Plan
+from robust_train.model.errors import ConfigError
+from robust_train.model.gpu import Group
+from robust_train.queue.devices import named_gpus
 from robust_train.readable import MIB, mib
 
 log = logging.getLogger("robust_train")
@@ -49,12 +53,13 @@ _OF_TRAINING = ("num_workers", "prefetch_factor", "gradient_checkpointing")
 def with_known_need(plan: Plan) -> Plan:
     """Return the plan of a job whose memory is measured with what it needs, if known."""
     config = plan.config
-    if not config.measures_memory or config.device == "cpu":
+    is_on_cpu = config.device == "cpu" and not config.picks_gpu
+    if not config.measures_memory or is_on_cpu:
         return plan
     if config.runs_inline:
         log.warning(
-            "min_gpu_memory_mb=auto: nothing is measured with isolation=none, so %d MiB are "
-            "reserved",
+            "min_gpu_memory_mb=auto: attempts in this process (isolation=none, torchrun) are not "
+            "measured: %d MiB are reserved",
             config.min_gpu_memory_mb,
         )
         return plan
@@ -83,7 +88,10 @@ def with_known_need(plan: Plan) -> Plan:
 
 def _capacity(plan: Plan) -> int | None:
     """Return how much memory the largest GPUs that the job may use have, or None if unknown."""
-    gpus = visible_gpus(read_inventory(processes=False), plan.environ).gpus
+    gpus: Group = ()
+    # The job will be refused when it asks for its GPUs.
+    with contextlib.suppress(ConfigError):
+        gpus = named_gpus(plan.config, visible_gpus(read_inventory(processes=False), plan.environ))
     sizes = sorted((gpu.capacity_bytes for gpu in gpus if gpu.capacity_bytes), reverse=True)
     return next(iter(sizes[plan.config.num_gpus - 1 :]), None)
 
