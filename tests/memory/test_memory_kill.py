@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import json
+import mmap
 import os
 import signal
 import subprocess
@@ -221,6 +222,16 @@ def test_nobody_but_the_permitted_is_ever_chosen(listed, named, uid, ancestors):
     # whoever was named is either chosen or refused with a reason
     assert set(named) == {t.pid for t in targets} | set(refusals) or not named
     assert all(refusals.values())
+
+
+def test_containers_mean_processes_that_use_cuda(monkeypatch, tmp_path):
+    """The numbers that NVML lists there may be those of the host."""
+    monkeypatch.setattr(processes, "sees_host_pids", lambda: False)
+    assert not processes.is_meant(os.getpid())
+    library = tmp_path / "libcuda.so.1"
+    library.write_bytes(bytes(4096))
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
+        assert processes.is_meant(os.getpid())
 
 
 def test_containers_know_cuda_processes_by_library(monkeypatch):

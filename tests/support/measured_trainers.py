@@ -1,5 +1,6 @@
 """Trainers whose memory is what the simulated NVML says of its process."""
 
+import mmap
 import os
 import time
 from pathlib import Path
@@ -18,6 +19,14 @@ def holds_memory(cfg, run):
         pass
     saves(run, "twelve", 12)
     waits_for_the_go("2")
+
+
+def holds_memory_of_a_library(cfg, run):
+    """Do the same in a process that has mapped a file by the name of this library."""
+    library = Path(os.environ["READY_FILE"]).with_name(cfg.trainer.library)
+    library.write_bytes(bytes(4096))
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
+        holds_memory(cfg, run)
 
 
 def runs_out_in_a_step(cfg, run):

@@ -208,6 +208,22 @@ def has_cuda_library(pid: int) -> bool:
     return any("libcuda.so" in os.path.basename(entry.path) for entry in maps)
 
 
+def has_library(pid: int, name: str) -> bool:
+    """Return whether a process has loaded a library whose path contains ``name``."""
+    try:
+        return name.encode() in Path(f"/proc/{pid}/maps").read_bytes()
+    except OSError:
+        return False
+
+
+def is_meant(pid: int) -> bool:
+    """Return whether NVML surely means the process that has this number here.
+
+    In a container it may list the host's numbers, so a process has to use CUDA there.
+    """
+    return sees_host_pids() or has_library(pid, "libcuda.so")
+
+
 # --- what a process takes ----------------------------------------------------------------------
 
 CONTEXT_BYTES = 512 * MIB

@@ -53,6 +53,11 @@ class GpuInfo:
     # lists of NVML and CUDA may differ.
     cuda_index: int | None = None
 
+    @property
+    def capacity_bytes(self) -> int:
+        """Memory for processes, without what the driver keeps for itself."""
+        return min(self.free_bytes + self.used_bytes, self.total_bytes)
+
 
 Group = tuple[GpuInfo, ...]
 """The GPUs that an attempt uses together, one for each rank. Empty for the CPU."""

@@ -81,6 +81,8 @@ class Devices:
         self._on_wait = on_wait
         # Memory that the next attempt needs on each GPU, learned from earlier attempts.
         self._need_bytes = config.min_gpu_memory_bytes
+        # Memory that an attempt was measured to need, at least.
+        self._measured_bytes = 0
         self._other_ranks_bytes = 0  # the most memory that a rank other than 0 has reserved
         self._free_before: dict[str, int] = {}  # free memory before the attempt, by UUID
         self._named: tuple[str, ...] = ()  # the UUID of the GPU that the config names, if any
@@ -182,7 +184,15 @@ class Devices:
             False if another job has taken any of them, so that a new choice is needed.
         """
         offered = min((gpu.free_bytes for gpu in group), default=0)
-        return self.queue.take([gpu.uuid for gpu in group], self._need_bytes, offered)
+        return self.queue.take([gpu.uuid for gpu in group], self._next_need_bytes, offered)
+
+    @property
+    def _next_need_bytes(self) -> int:
+        return max(self._need_bytes, self._measured_bytes)
+
+    def raise_need(self, measured_bytes: int) -> None:
+        """Reserve no less than this for later attempts: an attempt before them was measured."""
+        self._measured_bytes = max(self._measured_bytes, measured_bytes)
 
     def find_job_to_yield_to(self) -> QueuedJob | None:
         """Return the waiting job to which this job should release its GPUs, if any."""
@@ -196,7 +206,7 @@ class Devices:
         """
         # No GPU is kept for the job's standby interpreters, although they have its mark.
         self.queue.take((), 0)
-        return Room((), self._need_bytes, counts=(count,))
+        return Room((), self._next_need_bytes, counts=(count,))
 
     def note_free_memory(self, group: Group) -> None:
         """Note the free memory before an attempt in another process."""
@@ -404,6 +414,21 @@ def _queue_directory(config: RobustConfig, environ: Mapping[str, str]) -> Path |
         log.info("the GPUs are allocated by %s: the host's own queue is not used", owner)
         return None
     return directory_for(None if queue is True else str(queue), environ)
+
+
+def select_usable_gpus(config: RobustConfig, visible: Visible) -> Group:
+    """Return the visible GPUs that ``device`` names, all of them if it leaves the choice.
+
+    Raises:
+        ConfigError: ``device`` names a GPU that is not visible.
+    """
+    if config.names_several:
+        uuids = _find_listed(config.device, visible)
+    elif config.picks_gpu:
+        return visible.gpus
+    else:
+        uuids = frozenset(_find_named(config.device, visible))
+    return tuple(gpu for gpu in visible.gpus if gpu.uuid in uuids)
 
 
 def _find_listed(devices: str, visible: Visible) -> frozenset[str]:

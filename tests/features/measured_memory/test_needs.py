@@ -150,6 +150,8 @@ def test_a_program_that_takes_all_is_recognised():
     assert not took_all_at_once([500 * MIB, 31 * GIB], 40 * GIB, has_allocator=True)
     rising = [4 * GIB * number for number in range(1, 9)]
     assert not took_all_at_once(rising, 40 * GIB, has_allocator=False)
+    first_step = [500 * MIB, 13 * GIB, 37 * GIB]
+    assert not took_all_at_once(first_step, 40 * GIB, has_allocator=False)
 
 
 def test_a_measurement_is_kept_and_found(tmp_path):
@@ -177,11 +179,31 @@ def test_the_file_stays_small(tmp_path):
     assert {"newest", f"job {MOST_JOBS - 1}"} <= needs.keys()
 
 
+def test_a_user_without_a_home_keeps_nothing(tmp_path, monkeypatch):
+    """Least of all in a folder of the name ~ in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    remember("job", "A100", 8, GIB)
+    assert read_needs() == {}
+    assert os.listdir() == []
+
+
 def test_the_newest_sizes_are_kept():
     need = Need()
     for size in range(1, MOST_SIZES + 4):
         need = need.with_peak("A100", size, GIB, 1.0)
     assert sorted(need.on(["A100"])) == list(range(4, MOST_SIZES + 4))
+
+
+def test_a_partial_run_replaces_no_larger_peak(tmp_path):
+    """A run that resumes at its end, or has begun, has not allocated what the whole run does."""
+    path = tmp_path / "needs.json"
+    remember("job", "A100", 8, 5 * GIB, path)
+    remember("job", "A100", 8, GIB, path, is_whole=False)
+    assert read_needs(path)["job"].on(["A100"]) == {8: 5 * GIB}
+    remember("job", "A100", 8, 2 * GIB, path)
+    assert read_needs(path)["job"].on(["A100"]) == {8: 2 * GIB}
 
 
 @pytest.mark.parametrize(
@@ -204,6 +226,7 @@ def test_a_torn_file_is_ignored_in_one_line(tmp_path, caplog, content):
     assert str(path) in caplog.text
     remember("job", "A100", 8, GIB, path)
     assert read_needs(path)["job"].on(["A100"]) == {8: GIB}
+    assert len(caplog.messages) == 1
 
 
 def test_measurements_at_once_are_all_kept(tmp_path):

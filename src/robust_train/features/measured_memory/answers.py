@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 
@@ -26,6 +27,7 @@ from robust_train.folder.state import read_summary
 from robust_train.gpu.inventory import read_inventory
 from robust_train.model.attempt import Attempt
 from robust_train.model.errors import NotDoneError
+from robust_train.model.failure import FailureKind
 from robust_train.model.gpu import GpuInfo
 from robust_train.model.json import Json
 from robust_train.readable import mib
@@ -40,27 +42,42 @@ def need(arguments: Namespace) -> Said:
     if words[1:] == ["--json"] and not os.path.isfile(words[0]):
         arguments.json = True
         words = words[:1]
-    is_run = len(words) < 2 and not any(os.path.isfile(word) for word in words)
-    if arguments.probe and (is_run or not words):
+    if arguments.probe and not words:
         raise NotDoneError("--probe runs a program: robust-train need --probe -- PROGRAM …")
-    if not is_run:
-        code = run_probe(words, arguments.batch_size) if arguments.probe else None
-        return _need_of_program(words, code)
+    if arguments.probe or len(words) > 1 or any(map(os.path.isfile, words)):
+        return _need_of_program(words, arguments)
     which = words[0] if words else None
-    return _need_of_run(choose_run(which, dead_too=True, command="need"))
+    try:
+        run = choose_run(which, dead_too=True, command="need")
+    except NotDoneError:
+        # A single word may also be a command, but a run by that name is meant more often.
+        if which is None or shutil.which(which) is None:
+            raise
+        return _need_of_program(words, arguments)
+    return _need_of_run(run)
 
 
-def _need_of_program(argv: Sequence[str], code: int | None) -> Said:
-    """Return the peaks of earlier runs of a program. ``code`` is the exit code of a probe run."""
-    # These are the defaults of `robust-train run`, which differ from those of a function.
-    cfg = composed(["trainer=command", "training.batch_size=1", "min_batch_size=1"])
-    OmegaConf.update(cfg, "trainer.argv", [literal(word) for word in argv])
-    digest = fingerprint_of_program(checked(cfg))
-    measured = read_needs().get(digest, Need())
-    if not measured.peaks:
+def _need_of_program(argv: Sequence[str], arguments: Namespace) -> Said:
+    """Return the peaks of earlier runs of a program, or of a probe run now."""
+    count = 1
+    need = _known_need(argv, count)
+    code: int | None = None
+    if arguments.probe:
+        before = need
+        code = run_probe(argv, arguments.batch_size)
+        need = _known_need(argv, count)
+        # The figure of an earlier run is not an answer: the program may have changed.
+        if need == before:
+            need = Need()
+    elif not need.peaks:
+        for count in range(2, len(read_inventory(processes=False).gpus) + 1):
+            need = _known_need(argv, count)
+            if need.peaks:
+                break
+    if not need.peaks:
         raise NotDoneError(_why_unknown(argv, code))
     gpus = read_inventory(processes=False).gpus
-    peaks = measured.on({gpu.name for gpu in gpus})
+    peaks = need.on({gpu.name for gpu in gpus})
     peak = max(peaks.values())
     data: dict[str, Json] = {
         "peak_bytes": peak,
@@ -71,8 +88,20 @@ def _need_of_program(argv: Sequence[str], code: int | None) -> Said:
         f"micro-batch {size}: {mib(bytes_)} at its peak, {mib(with_margin(bytes_))} to reserve"
         for size, bytes_ in sorted(peaks.items())
     ]
-    _add_gpus(data, lines, gpus, peak, measured)
+    if count > 1:
+        data["num_gpus"] = count
+        lines.insert(0, f"on each GPU, with num_gpus={count}:")
+    _add_gpus(data, lines, gpus, peak, need)
     return data, lines
+
+
+def _known_need(argv: Sequence[str], num_gpus: int) -> Need:
+    """Return the need of a program on this many GPUs, as ``robust-train run`` has measured it."""
+    # These are the defaults of `robust-train run`, which differ from those of a function.
+    keys = ["trainer=command", "training.batch_size=1", "min_batch_size=1"]
+    cfg = composed([*keys, f"num_gpus={num_gpus}"])
+    OmegaConf.update(cfg, "trainer.argv", [literal(word) for word in argv])
+    return read_needs().get(fingerprint_of_program(checked(cfg)), Need())
 
 
 def _why_unknown(argv: Sequence[str], code: int | None) -> str:
@@ -97,8 +126,8 @@ def _need_of_run(run: KnownRun) -> Said:
         what = "has not ended yet: robust-train queue shows what it holds"
         if not run.alive:
             what = (
-                "was not measured: it ran on the CPU, without min_gpu_memory_mb=auto, or NVML said "
-                "nothing of its processes"
+                "was not measured: it ran on the CPU, without min_gpu_memory_mb=auto, took most of "
+                "a GPU whatever it needs, or NVML said nothing of its processes"
             )
         raise NotDoneError(f"run {run.id} {what}")
     last = measured[-1]
@@ -117,13 +146,19 @@ def _need_of_run(run: KnownRun) -> Said:
         f"run {run.id} held {mib(peak)} at its peak, at micro-batch {size}: {parts}",
         f"to reserve: {mib(with_margin(peak))}",
     ]
-    peaks: dict[int, int] = {}
+    need = Need()
     for attempt in measured:
-        tried = attempt.spec.batch_size
-        peaks[tried] = max(held[attempt.number], peaks.get(tried, 0))
-    gpus = read_inventory(processes=False).gpus
-    _add_gpus(data, lines, gpus, peak, Need(peaks={"": peaks}))
+        for name in {gpu.name for gpu in attempt.spec.gpus if _ran_whole(attempt)}:
+            tried = attempt.spec.batch_size
+            need = need.with_peak(name, tried, held[attempt.number], 0.0, is_whole=False)
+    _add_gpus(data, lines, read_inventory(processes=False).gpus, peak, need)
     return data, lines
+
+
+def _ran_whole(attempt: Attempt) -> bool:
+    """Return whether the attempt had enough memory for its whole micro-batch."""
+    is_split = attempt.micro_batch not in (None, attempt.spec.batch_size)
+    return attempt.kind is not FailureKind.DEVICE_OOM and not is_split
 
 
 def _held_by(attempt: Attempt) -> int:
@@ -149,16 +184,21 @@ def _made_of(attempt: Attempt, peak: int) -> Mapping[str, int]:
 
 
 def _add_gpus(
-    data: dict[str, Json], lines: list[str], gpus: Sequence[GpuInfo], peak: int, measured: Need
+    data: dict[str, Json], lines: list[str], gpus: Sequence[GpuInfo], peak: int, need: Need
 ) -> None:
     """Add the smallest GPU of this host that fits the peak, and the micro-batch for each GPU."""
-    smallest = _smallest_for(with_margin(peak), gpus)
+    fitting = [
+        gpu
+        for gpu in gpus
+        if with_margin(peak) <= gpu.total_bytes or peak in need.peaks.get(gpu.name, {}).values()
+    ]
+    smallest = min(fitting, key=lambda gpu: (gpu.total_bytes, gpu.index), default=None)
     data["smallest_gpu"] = None if smallest is None else smallest.uuid
     if smallest is not None:
         lines.append(f"the smallest GPU here that it fits: GPU {smallest.index} ({smallest.name})")
     elif gpus:
         lines.append("it fits no GPU here")
-    sizes = {gpu.uuid: largest_fitting(measured.on([gpu.name]), gpu.total_bytes) for gpu in gpus}
+    sizes = {gpu.uuid: _find_largest_size(gpu, need) for gpu in gpus}
     data["micro_batches"] = dict(sizes)
     for gpu in gpus:
         size = sizes[gpu.uuid]
@@ -166,7 +206,10 @@ def _add_gpus(
         lines.append(f"GPU {gpu.index}: largest micro-batch {fits}")
 
 
-def _smallest_for(need_bytes: int, gpus: Sequence[GpuInfo]) -> GpuInfo | None:
-    """Return the smallest GPU with this much memory, or None if no GPU has it."""
-    fitting = [gpu for gpu in gpus if gpu.total_bytes >= need_bytes]
-    return min(fitting, key=lambda gpu: (gpu.total_bytes, gpu.index), default=None)
+def _find_largest_size(gpu: GpuInfo, need: Need) -> int | None:
+    """Return the largest micro-batch with a margin, or a larger one that this model has run."""
+    size = largest_fitting(need.on([gpu.name]), gpu.total_bytes)
+    sizes = list(need.peaks.get(gpu.name, {}))
+    if size is not None:
+        sizes.append(size)
+    return max(sizes, default=None)

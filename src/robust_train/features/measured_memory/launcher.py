@@ -16,6 +16,7 @@ from robust_train.features.measured_memory.model import (
     Sample,
     is_measured,
     peak_by_torch,
+    to_reserve,
     took_all_at_once,
     with_margin,
 )
@@ -23,7 +24,7 @@ from robust_train.features.measured_memory.probe import is_probe, stop_probe
 from robust_train.features.measured_memory.recall import fingerprint_of
 from robust_train.features.measured_memory.store import remember
 from robust_train.gpu.inventory import close_session, read_inventory
-from robust_train.gpu.processes import sees_host_pids
+from robust_train.gpu.processes import has_library, is_meant, sees_host_pids
 from robust_train.host.linux import job_mark
 from robust_train.host.reaper import mark_of
 from robust_train.launcher.hooks import History, InLauncher, JobView
@@ -48,6 +49,7 @@ _MOST_SECONDS = 30.0
 _OFTEN_SECONDS = 60.0  # an attempt allocates most of what it will hold in its first minute
 _SAMPLES_OF_A_PROBE = 3  # after ten steps, until it ends whatever is known
 _NOTABLE_SHARE = 0.05  # a smaller share of a GPU did not make a step run out
+_TAKE_ALL = ("xla_", "tensorflow")  # in the paths of JAX's and TensorFlow's libraries
 _COST_SHARE = 0.005  # the share of the time that reading the GPUs may take
 _FIRST_COST_SHARE = 0.02  # the same share in the first minute
 
@@ -74,6 +76,7 @@ class _Attempt:
     has_blamed: bool = False  # a line has blamed others for that
     samples_after_steps: int = 0  # samples since ten steps were done
     takes_all: bool = False
+    has_figures: bool = False  # NVML has said what a process of the job holds
     # UUIDs of GPUs on which another job of the queue was seen.
     shared: set[str] = field(default_factory=set)
 
@@ -81,6 +84,12 @@ class _Attempt:
     def peak(self) -> int:
         """The most memory that it held on any GPU."""
         return max(self.peaks.values(), default=0)
+
+    @property
+    def total(self) -> int:
+        """The memory of the GPU on which it held the most."""
+        fullest = max(self.peaks, key=lambda uuid: self.peaks[uuid])
+        return self.totals[fullest]
 
     @property
     def steps(self) -> int | None:
@@ -105,6 +114,7 @@ class MeasuredMemory(InLauncher):
         self._warned: set[str] = set()
         self._is_on = config.measures_memory or config.gpu_jobs_per_device > 1
         self._is_probe = is_probe()
+        self._earlier_bytes = 0  # the need of earlier attempts, as measured
 
     def request(self, request: AttemptRequest, attempt: Attempt) -> AttemptRequest:
         """Note what is used on the GPUs before the attempt begins."""
@@ -155,7 +165,7 @@ class MeasuredMemory(InLauncher):
         if all(uuid in gpus for uuid in current.uuids):
             its_gpus = [gpus[uuid] for uuid in current.uuids]
             samples = [self._sample_of(gpu, current) for gpu in its_gpus]
-            held = [self._held_by(sample) for sample in samples]
+            held = [self._held_by(sample, current) for sample in samples]
             self._follow(current, held, attempt, its_gpus)
             self._tell_shortage_apart(current, samples, its_gpus)
             self._end_probe(current)
@@ -189,11 +199,16 @@ class MeasuredMemory(InLauncher):
             with contextlib.suppress(OSError):
                 stop_probe(self.job.plan.run_dir)
 
-    def _held_by(self, sample: Sample) -> int | None:
+    def _held_by(self, sample: Sample, current: _Attempt) -> int | None:
         """Return the bytes that the job's processes hold on a GPU, or None if unknown."""
         held = sample.by_process()
-        if held is not None or sample.is_before_cuda:
+        if held is not None:
+            current.has_figures = True
             return held
+        # The driver no longer lists a process that ends, and returns its memory later.
+        is_ending = current.has_figures and not sample.ours
+        if is_ending or sample.is_before_cuda:
+            return None
         held = sample.by_difference()
         if held is None:
             self._warn(
@@ -210,9 +225,9 @@ class MeasuredMemory(InLauncher):
     def _sample_of(self, gpu: GpuInfo, current: _Attempt) -> Sample:
         """Return NVML's figures of a GPU, with the processes of the job and of others."""
         queue = self.job.driver.devices.queue
-        mark = job_mark(queue.job_id)
         processes = gpu.processes or ()
-        ours = tuple(row.used_bytes for row in processes if mark_of(row.pid) == mark)
+        its_pids = self._its_pids(gpu)
+        ours = tuple(row.used_bytes for row in processes if row.pid in its_pids)
         is_said = bool(ours) and None not in ours
         if not is_said and gpu.uuid not in current.shared and _has_others(queue, gpu.uuid):
             current.shared.add(gpu.uuid)
@@ -220,10 +235,26 @@ class MeasuredMemory(InLauncher):
             used_bytes=gpu.used_bytes,
             before_bytes=current.used_before.get(gpu.uuid, gpu.used_bytes),
             ours=ours,
-            others=sum(row.computes for row in processes) - len(ours),
+            others=sum(row.computes for row in processes if row.pid not in its_pids),
             is_listed=gpu.processes is not None and sees_host_pids(),
             is_alone=gpu.uuid not in current.shared,
         )
+
+    def _its_pids(self, gpu: GpuInfo) -> set[int]:
+        """Return the job's processes that NVML lists on a GPU."""
+        mark = job_mark(self.job.driver.devices.queue.job_id)
+        pids = {row.pid for row in gpu.processes or () if mark_of(row.pid) == mark}
+        return set(filter(is_meant, pids))
+
+    def _uses_torch(self, gpus: Sequence[GpuInfo]) -> bool:
+        """Return whether torch surely allocates the memory of the job's processes.
+
+        It takes only what is used, also in a script that reports nothing. JAX's programs load their
+        data with torch, too.
+        """
+        pids = {pid for gpu in gpus for pid in self._its_pids(gpu)}
+        has_torch = any(has_library(pid, "libc10_cuda") for pid in pids)
+        return has_torch and not any(has_library(pid, name) for pid in pids for name in _TAKE_ALL)
 
     def _follow(
         self,
@@ -244,8 +275,11 @@ class MeasuredMemory(InLauncher):
         if not current.history or peak > current.history[-1]:
             current.history.append(peak)
         config = self.job.plan.config
-        total = min(current.totals.values())
-        if took_all_at_once(current.history, total, has_allocator=bool(attempt.memory)):
+        total = current.total
+        # A job that was measured has grown, whatever its allocator.
+        if not current.is_settled and took_all_at_once(
+            current.history, total, has_allocator=bool(attempt.memory) or self._uses_torch(gpus)
+        ):
             current.takes_all = True
             self._warn(
                 f"the program took {mib(peak)} of {mib(total)} at once, as JAX and TensorFlow do "
@@ -261,35 +295,41 @@ class MeasuredMemory(InLauncher):
         need = with_margin(peak)
         # A declared figure stands, and so does that of an earlier run until this one is measured.
         if not config.measures_memory or not current.is_settled:
-            need = max(need, config.min_gpu_memory_bytes)
+            need = max(need, config.min_gpu_memory_bytes, self._earlier_bytes)
         is_open = config.packs_gpus and current.is_settled
         most = MOST_TOGETHER if is_open else None
         reserved = self.job.driver.devices.queue.follow(held, need, most)
         if current.is_settled and not was_settled:
             shown = "" if reserved is None else f"; {mib(reserved)} are reserved by now"
             log.info("the job holds at most %s of a GPU%s", mib(peak), shown)
-            self._remember(current, attempt)
+            self._remember(current, attempt, is_whole=False)
 
     def evidence(self, attempt: Attempt, history: History) -> Attempt:
         """Return the attempt with the peak of its GPU memory."""
         current = self._attempt
         self._attempt = None
-        if current is None or not current.peak:
+        # What a program takes that takes all says nothing of what it needs.
+        if current is None or not current.peak or current.takes_all:
             return attempt
         # Torch also counts what it held for less than a second, between two samples.
         fullest = max(current.peaks, key=current.peaks.__getitem__)
         current.peaks[fullest] = max(current.peak, peak_by_torch(attempt.memory))
-        if not current.takes_all and (current.is_settled or attempt.failure is None):
-            self._remember(current, attempt)
+        if current.is_settled:
+            self._earlier_bytes = to_reserve(current.peak, current.total)
+            self.job.driver.devices.raise_need(self._earlier_bytes)
+        if current.is_settled or attempt.failure is None:
+            has_ended = attempt.failure is None and attempt.resumed_from is None
+            self._remember(current, attempt, is_whole=current.is_settled and has_ended)
         return replace(attempt, memory={**attempt.memory, PEAK: current.peak})
 
-    def _remember(self, current: _Attempt, attempt: Attempt) -> None:
+    def _remember(self, current: _Attempt, attempt: Attempt, *, is_whole: bool) -> None:
         """Keep the peak for later runs of the same job at the same micro-batch."""
         gpus = attempt.spec.gpus
         is_kept = self.job.plan.config.measures_memory and not current.is_split
         if is_kept and gpus:
             size = attempt.spec.batch_size
-            remember(fingerprint_of(self.job.plan), gpus[0].name, size, current.peak)
+            job = fingerprint_of(self.job.plan)
+            remember(job, gpus[0].name, size, current.peak, is_whole=is_whole)
 
     def _warn(self, line: str) -> None:
         """Log a line once."""

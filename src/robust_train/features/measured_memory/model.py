@@ -27,19 +27,36 @@ more contexts than that cost more than they compute."""
 _MARGIN = 10
 """The peak divided by this is reserved on top of it."""
 
+_FILLED = 0.95
+"""The share of an idle GPU that can be waited for: a desktop or a monitor may hold the rest."""
+
 _ALL_AT_ONCE = 0.7
 """JAX takes three quarters of a GPU when it starts, and TensorFlow nearly all of it."""
 
-_NAMES = (
-    r"(?:\w*[_.-])?(?:seed|lr|learning[_-]?rate|name|title|tags?|notes?|comment|version)|"
-    r"(?:job|run|exp|experiment|project|group)[_-]?(?:name|id)|"
-    r"(?:out|output|log|logging|save|run|checkpoint|ckpt)[_-]?(?:dir|path|folder)?"
-)
-_CHANGES_NO_MEMORY = re.compile(_NAMES, re.IGNORECASE)
-"""Keys that distinguish jobs and say nothing about their memory."""
+_BEFORE_ALL = 0.1
+"""The share of a GPU that CUDA's context and libraries may hold before that."""
 
-_WITH_A_MEANING = frozenset({"model", "dataset", "data", "trainer"})
-"""Groups in which a name chooses what is trained."""
+_CHANGES_NO_MEMORY = re.compile(
+    r"(?:\w*[_-])?(?:seed|lr|learning[_-]?rate)|"
+    r"(?:out|output|log|logging|save|run)(?:[_-]?(?:dir|path|folder))?|"
+    r"(?:checkpoint|ckpt)[_-]?(?:dir|folder)|"
+    r"(?:job|run|exp|experiment|project|group|sweep|trial|wandb|mlflow|display)[_-]?"
+    r"(?:name|id|title|tags?|notes?|group|project)",
+    re.IGNORECASE,
+)
+"""Keys that distinguish jobs and say nothing about their memory.
+
+In doubt a key counts: a job that is measured once more loses little, and one that starts with the
+figure of another model, as ``--model_name`` chooses it, runs out of memory.
+"""
+
+_LABEL = re.compile(r"name|title|tags?|notes?|comment", re.IGNORECASE)
+_LABELLED = re.compile(
+    r"\w*(?:log|logger|logging|wandb|mlflow|comet|neptune|tensorboard|job|run|exp|experiment|project)",
+    re.IGNORECASE,
+)
+"""A key such as ``name`` labels a job at the root of a config, and in these groups. In other groups
+it may choose a model or an optimizer."""
 
 
 def fingerprint(job: str, keys: Mapping[str, Any], versions: Sequence[str] = ()) -> str:
@@ -59,14 +76,19 @@ def fingerprint(job: str, keys: Mapping[str, Any], versions: Sequence[str] = ())
 
 def _leaves(keys: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield the values that may change memory, with their paths."""
-    if not isinstance(keys, Mapping):
+    if isinstance(keys, Mapping):
+        for key, value in keys.items():
+            yield from _leaves(value, (*path, str(key)))
+    elif not path or not _changes_no_memory(path):
         yield path, keys
-        return
-    for key, value in keys.items():
-        name = str(key)
-        is_chosen = name == "name" and bool(path) and path[-1] in _WITH_A_MEANING
-        if is_chosen or not _CHANGES_NO_MEMORY.fullmatch(name):
-            yield from _leaves(value, (*path, name))
+
+
+def _changes_no_memory(path: Sequence[str]) -> bool:
+    """Return whether the key at this path is only a label of the job."""
+    key = path[-1]
+    if _LABEL.fullmatch(key):
+        return len(path) == 1 or _LABELLED.fullmatch(path[-2]) is not None
+    return _CHANGES_NO_MEMORY.fullmatch(key) is not None
 
 
 def words_that_matter(argv: Sequence[str]) -> list[str]:
@@ -80,7 +102,7 @@ def words_that_matter(argv: Sequence[str]) -> list[str]:
         is_skipped = False
         name, equals, _ = word.partition("=")
         is_option = word.startswith("-") or bool(equals)
-        if is_option and _CHANGES_NO_MEMORY.fullmatch(name.lstrip("-+").rpartition(".")[2]):
+        if is_option and _changes_no_memory(name.lstrip("-+").split(".")):
             is_skipped = not equals
             continue
         kept.append(word)
@@ -88,13 +110,22 @@ def words_that_matter(argv: Sequence[str]) -> list[str]:
 
 
 def program_of(argv: Sequence[str], folder: str) -> list[str]:
-    """Return a command line whose files are known wherever it is run."""
-    return [
+    """Return a command line whose files are known wherever it is run.
+
+    A program that no word of it leads to, such as ``python -m train``, is another program in
+    another folder.
+    """
+    words = [
         os.path.realpath(os.path.join(folder, word))
         if word.endswith((".py", ".sh")) or word.startswith(("./", "../"))
         else word
         for word in argv
     ]
+    return words if words != list(argv) or any(map(_is_script, argv)) else [folder, *words]
+
+
+def _is_script(word: str) -> bool:
+    return os.path.isabs(word) and word.endswith((".py", ".sh"))
 
 
 def with_margin(peak_bytes: int, held_bytes: int = 0) -> int:
@@ -113,6 +144,19 @@ def peak_by_torch(figures: Mapping[str, int]) -> int:
     if not cache or not context:
         return 0
     return cache + context
+
+
+def to_reserve(peak_bytes: int, capacity_bytes: int) -> int:
+    """Return the bytes to reserve for a peak, on a GPU that has this much for all of its jobs.
+
+    A measured figure keeps no job from starting. If the GPU has no room for the margin, the margin
+    shrinks, and a little is left for a desktop. A peak that the GPU cannot hold was measured on
+    another model or is extrapolated: the job then gets the GPU and recovers by itself.
+    """
+    most = int(_FILLED * capacity_bytes)
+    if peak_bytes <= capacity_bytes:
+        most = max(most, peak_bytes)
+    return min(with_margin(peak_bytes), most)
 
 
 def peak_at(peaks: Mapping[int, int], micro_batch: int) -> int | None:
@@ -234,5 +278,10 @@ def took_all_at_once(peaks: Sequence[int], total_bytes: int, *, has_allocator: b
     """
     if has_allocator or not peaks:
         return False
-    rises = (after - before for before, after in zip((0, *peaks), peaks, strict=False))
+    # A first step may also allocate half a GPU at once, but only on top of the weights.
+    rises = (
+        after - before
+        for before, after in zip((0, *peaks), peaks, strict=False)
+        if before <= _BEFORE_ALL * total_bytes
+    )
     return max(peaks) >= _ALL_AT_ONCE * total_bytes and max(rises) >= total_bytes / 2

@@ -6,23 +6,33 @@ fingerprints are.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+import importlib.util
 import logging
 import math
 import os
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from robust_train.config.keys import schema
 from robust_train.config.projects import GROUP
-from robust_train.config.schema import RobustConfig
+from robust_train.config.schema import (
+    ACCUMULATION,
+    BATCH,
+    RobustConfig,
+    TrainerConfig,
+    TrainingConfig,
+)
 from robust_train.features.measured_memory.model import (
     MOST_TOGETHER,
     fingerprint,
     peak_at,
     program_of,
+    to_reserve,
     with_margin,
     words_that_matter,
 )
@@ -30,6 +40,9 @@ from robust_train.features.measured_memory.store import Need, read_needs
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.visible import visible_gpus
 from robust_train.launcher.plan import Plan
+from robust_train.model.errors import ConfigError
+from robust_train.model.gpu import Group
+from robust_train.queue.devices import select_usable_gpus
 from robust_train.readable import MIB, mib
 
 log = logging.getLogger("robust_train")
@@ -40,26 +53,31 @@ _OF_TRAINING = ("num_workers", "prefetch_factor", "gradient_checkpointing")
 def with_known_need(plan: Plan) -> Plan:
     """Return the plan of a job whose memory is measured with what it needs, if known."""
     config = plan.config
-    if not config.measures_memory or config.device == "cpu":
+    is_on_cpu = config.device == "cpu" and not config.picks_gpu
+    if not config.measures_memory or is_on_cpu:
         return plan
-    need = read_needs().get(fingerprint_of(plan), Need())
-    peak = None
-    if not config.finds_batch_size:
-        peak = peak_at(need.on(_models_for(need, plan)), config.training.batch_size)
-    if not peak and config.runs_inline:
+    if config.runs_inline:
         log.warning(
-            "min_gpu_memory_mb=auto: isolation=none trains in the launcher's process, which is not "
-            "measured, so %d MiB stay reserved",
+            "min_gpu_memory_mb=auto: attempts in this process (isolation=none, torchrun) are not "
+            "measured: %d MiB are reserved",
             config.min_gpu_memory_mb,
         )
         return plan
+    need = read_needs().get(fingerprint_of(plan), Need())
+    gpus: Group = ()
+    peak = None
+    if need.peaks and not config.finds_batch_size:
+        gpus = _find_gpus(plan)
+        peak = peak_at(need.on({gpu.name for gpu in gpus}), config.training.batch_size)
     if not peak:
         log.info(
             "min_gpu_memory_mb=auto: not measured yet, so %d MiB are reserved until it is",
             config.min_gpu_memory_mb,
         )
         return plan
-    reserved_mb = math.ceil(with_margin(peak) / MIB)
+    capacity = _find_capacity(gpus, config.num_gpus)
+    need_bytes = with_margin(peak) if capacity is None else to_reserve(peak, capacity)
+    reserved_mb = math.ceil(need_bytes / MIB)
     log.info(
         "min_gpu_memory_mb=auto: %d MiB, because earlier runs of this job held %s at their peak",
         reserved_mb,
@@ -70,22 +88,57 @@ def with_known_need(plan: Plan) -> Plan:
     return replace(plan, config=config, policy=replace(plan.policy, config=config))
 
 
-def _models_for(need: Need, plan: Plan) -> Collection[str]:
-    """Return the models of the GPUs that a job may get. NVML is asked only if they matter."""
-    if len(need.peaks) < 2:
-        return ()
-    visible = visible_gpus(read_inventory(processes=False), plan.environ)
-    return {gpu.name for gpu in visible.gpus}
+def _find_gpus(plan: Plan) -> Group:
+    """Return the GPUs that a job may use, empty if ``device`` names a GPU that does not exist."""
+    # The job is refused later, when it asks for its GPUs.
+    with contextlib.suppress(ConfigError):
+        return select_usable_gpus(
+            plan.config, visible_gpus(read_inventory(processes=False), plan.environ)
+        )
+    return ()
+
+
+def _find_capacity(gpus: Group, count: int) -> int | None:
+    """Return the memory that each of the ``count`` largest GPUs has, or None if unknown."""
+    sizes = sorted((gpu.capacity_bytes for gpu in gpus if gpu.capacity_bytes), reverse=True)
+    return sizes[count - 1] if len(sizes) >= count else None
 
 
 def fingerprint_of(plan: Plan) -> str:
     """Return a digest that all jobs which need the same memory share."""
     if plan.config.trainer.argv is not None:
         return fingerprint_of_program(plan.config)
-    content = OmegaConf.to_container(plan.resolved_cfg, resolve=False)
     ref = plan.trainer_ref
-    script = "" if ref.main is None else str(ref.main)
-    return fingerprint(f"{ref.path} {script}", _keys_of(plan.config, content), versions())
+    script = _file_of(ref.parts()[0]) if ref.main is None else str(ref.main)
+    return fingerprint(f"{ref.path} {script}", _keys_of(plan.config, _content(plan)), versions())
+
+
+def _file_of(module: str) -> str:
+    """Return where a top-level module is: two projects may both have a ``train.py``."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError, AttributeError):
+        return ""
+    if spec is None:
+        return ""
+    folders = spec.submodule_search_locations or ()
+    return " ".join(folders) if spec.origin is None else spec.origin
+
+
+def _content(plan: Plan) -> Any:
+    """Return a job's config with its references as they are written.
+
+    Most refer to other keys, and those that do not, such as ``${now:…}`` and Hydra's folders, have
+    another value in each run of the same job. Only variables of the environment are resolved.
+    """
+    written = OmegaConf.to_container(plan.cfg, resolve=False)
+    return _with_environment(written, OmegaConf.to_container(plan.resolved_cfg, resolve=False))
+
+
+def _with_environment(written: Any, resolved: Any) -> Any:
+    if isinstance(written, Mapping) and isinstance(resolved, Mapping):
+        return {key: _with_environment(value, resolved.get(key)) for key, value in written.items()}
+    return resolved if isinstance(written, str) and "${oc.env:" in written else written
 
 
 def fingerprint_of_program(config: RobustConfig) -> str:
@@ -107,16 +160,9 @@ def versions() -> tuple[str, ...]:
 
 def _keys_of(config: RobustConfig, content: Any) -> Mapping[str, Any]:
     """Return the keys that may change memory: a project's own, and a few of ours."""
-    ours = {name for name, field in RobustConfig.__dataclass_fields__.items() if field.metadata}
-    named = {"model", "dataset"}
-    theirs = {
-        key: value
-        for key, value in dict(content).items()
-        if key in named or key not in ours | {GROUP, "hydra", "trainer"}
-    }
     training = asdict(config.training)
     return {
-        "project": theirs,
+        "project": _theirs(config, content),
         "num_gpus": config.num_gpus,
         "training": {name: training[name] for name in _OF_TRAINING},
         "memory": {
@@ -124,3 +170,39 @@ def _keys_of(config: RobustConfig, content: Any) -> Mapping[str, Any]:
             "expandable_segments": config.chosen("expandable_segments"),
         },
     }
+
+
+def _theirs(config: RobustConfig, content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a project's own keys without those of the batch, whose size is kept apart."""
+    if config.theirs is not None:
+        theirs = {key: value for key, value in content.items() if key not in (GROUP, "hydra")}
+        for key in (BATCH, ACCUMULATION):
+            theirs = _without(theirs, config.theirs.get(key, "").split("."))
+        return theirs
+    ours = {item.name for item in fields(RobustConfig) if item.metadata}
+    for keys in schema().features:
+        ours |= {keys.group} if keys.group else _names_of(keys)
+    # These groups hold keys of the trainer in addition to ours.
+    open_groups = {"model": set(), "dataset": set(), "trainer": _names_of(TrainerConfig)}
+    open_groups["training"] = _names_of(TrainingConfig)
+    theirs = {}
+    for key, value in content.items():
+        if key in open_groups and isinstance(value, Mapping):
+            names = open_groups[key]
+            theirs[key] = {name: each for name, each in value.items() if name not in names}
+        elif key not in ours | {GROUP, "hydra"}:
+            theirs[key] = value
+    return theirs
+
+
+def _names_of(group: type) -> set[str]:
+    return {item.name for item in fields(group)}
+
+
+def _without(keys: Any, path: Sequence[str]) -> Any:
+    """Return nested keys without the one at a path."""
+    if not isinstance(keys, Mapping) or path[0] not in keys:
+        return keys
+    if len(path) == 1:
+        return {key: value for key, value in keys.items() if key != path[0]}
+    return {**keys, path[0]: _without(keys[path[0]], path[1:])}

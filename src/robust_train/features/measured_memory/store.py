@@ -37,12 +37,18 @@ class Need:
     # Bytes, by GPU model and micro-batch.
     peaks: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
 
-    def with_peak(self, gpu: str, micro_batch: int, peak_bytes: int, now: float) -> Need:
-        """Return the need with a new measurement, instead of an earlier one at the same size."""
+    def with_peak(
+        self, gpu: str, micro_batch: int, peak_bytes: int, now: float, *, is_whole: bool = True
+    ) -> Need:
+        """Return the need with a new measurement.
+
+        If it is of a whole run, it replaces an earlier one at the same size. Otherwise the larger
+        one counts, because the run may have reached its peak before or after it was measured.
+        """
         sizes = {**self.peaks.get(gpu, {})}
         # The order is by age, the newest last.
-        sizes.pop(micro_batch, None)
-        sizes[micro_batch] = peak_bytes
+        earlier = sizes.pop(micro_batch, 0)
+        sizes[micro_batch] = peak_bytes if is_whole else max(peak_bytes, earlier)
         newest = dict(list(sizes.items())[-MOST_SIZES:])
         return Need(now, {**self.peaks, gpu: newest})
 
@@ -62,27 +68,37 @@ class Need:
 
 
 def needs_file() -> Path:
-    """Return the path of the file, in this user's cache."""
+    """Return the path of the file, in this user's cache.
+
+    Raises:
+        FileNotFoundError: the user has no home folder, as in some containers.
+    """
     chosen = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG Base Directory Specification ignores relative paths.
     if not os.path.isabs(chosen):
         chosen = os.path.join(os.path.expanduser("~"), ".cache")
+    if not os.path.isabs(chosen):
+        raise FileNotFoundError("no home folder")
     return Path(chosen) / "robust-train" / FILE_NAME
 
 
 def read_needs(path: Path | None = None) -> dict[str, Need]:
     """Return the needs by fingerprint. If the file cannot be used, log a line and return none."""
-    path = path or needs_file()
     try:
-        data, status = read_small(path, _MOST_BYTES)
-        if status.st_uid != os.geteuid():
-            raise ValueError("it belongs to another user")
-        return _decode(parse_json(data))
+        path = path or needs_file()
+        return _read(path)
     except FileNotFoundError:
         return {}
     except _UNUSABLE as error:
         log.warning("%s is ignored, and memory is measured again: %s", path, error)
         return {}
+
+
+def _read(path: Path) -> dict[str, Need]:
+    data, status = read_small(path, _MOST_BYTES)
+    if status.st_uid != os.geteuid():
+        raise ValueError("it belongs to another user")
+    return _decode(parse_json(data))
 
 
 _UNUSABLE = (OSError, ValueError, TypeError, AttributeError, KeyError, OverflowError)
@@ -110,23 +126,33 @@ def _bytes(peak: Any) -> int:
 
 
 def remember(
-    digest: str, gpu: str, micro_batch: int, peak_bytes: int, path: Path | None = None
+    digest: str,
+    gpu: str,
+    micro_batch: int,
+    peak_bytes: int,
+    path: Path | None = None,
+    *,
+    is_whole: bool = True,  # a run was measured from its start to its end
 ) -> None:
     """Keep a measurement. Never raises: a full disk, or a lock that another process does not
     release in time, costs the measurement."""
-    path = path or needs_file()
     with contextlib.suppress(OSError):
+        path = path or needs_file()
         path.parent.mkdir(0o700, parents=True, exist_ok=True)
         with _locked(path) as is_locked:
             if is_locked:
-                _write_with(path, digest, gpu, micro_batch, peak_bytes)
+                now = time.time()
+                needs: dict[str, Need] = {}
+                # The job's start has warned of a damaged file, which this replaces.
+                with contextlib.suppress(*_UNUSABLE):
+                    needs = _read(path)
+                need = needs.get(digest, Need())
+                needs[digest] = need.with_peak(gpu, micro_batch, peak_bytes, now, is_whole=is_whole)
+                _write(path, needs, now)
 
 
-def _write_with(path: Path, digest: str, gpu: str, micro_batch: int, peak_bytes: int) -> None:
-    """Write the file with another measurement, and without the oldest entries."""
-    now = time.time()
-    needs = read_needs(path)
-    needs[digest] = needs.get(digest, Need()).with_peak(gpu, micro_batch, peak_bytes, now)
+def _write(path: Path, needs: Mapping[str, Need], now: float) -> None:
+    """Write the file without the oldest entries."""
     young = {
         name: need for name, need in needs.items() if abs(now - need.seen) < MOST_DAYS * 24 * 3600
     }
