@@ -62,7 +62,7 @@ def train(cfg, run):
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.training.lr)
     state = {"model": None, "optimizer": None}
     step = run.load(state)
-    if step:  # any number of ranks can continue
+    if step:  # Any number of ranks can resume.
         set_state_dict(
             model,
             optimizer,
@@ -78,7 +78,7 @@ def train(cfg, run):
         return nn.functional.cross_entropy(model(x), y)
 
     def save():
-        # every rank gives its share, the first writes
+        # Every rank contributes its shard, and rank 0 writes the file.
         weights, moments = get_state_dict(model, optimizer, options=StateDictOptions(**WHOLE))
         run.save({"model": weights, "optimizer": moments}, step)
 

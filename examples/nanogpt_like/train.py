@@ -1,5 +1,5 @@
-"""A character-level language model on sonnets, as nanoGPT: ``--name=value`` sets a global, and
-``out/ckpt.pt`` is written over. It knows nothing of robust-train."""
+"""A character-level language model on sonnets, like nanoGPT: ``--name=value`` sets a global, and
+``out/ckpt.pt`` is overwritten. It knows nothing of robust-train."""
 
 import math
 import sys
@@ -18,7 +18,7 @@ width = 32
 max_iters = 40
 eval_interval = 10
 learning_rate = 1e-3
-fails_above = 1000  # not of nanoGPT: a batch that shall not fit, to see what happens
+fails_above = 1000  # Not in nanoGPT: larger batches pretend to run out of memory.
 for word in sys.argv[1:]:
     name, _, value = word.removeprefix("--").partition("=")
     known = globals()[name]

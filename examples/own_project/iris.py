@@ -30,7 +30,7 @@ def train(cfg, run):
 
     for epoch in range(state["epoch"] + 1, cfg.training.epochs + 1):
         order = torch.randperm(len(x_train), generator=torch.Generator().manual_seed(epoch))
-        for chosen in order.split(in_a_step):  # the same samples however they are split
+        for chosen in order.split(in_a_step):  # A step has the same samples for any split.
             mine = chosen[run.rank :: run.world_size]
             optimizer.zero_grad()
             run.backward(loss_of, (x_train[mine], y_train[mine]), whole)

@@ -38,7 +38,7 @@ def network(width):
 
 
 def accuracy(model, images, labels, cfg, run):
-    """Share of the digits that are recognised; also found where only a part fits into memory."""
+    """Share of the digits that are recognised, also if only a part fits into memory."""
 
     def hits(batch):
         x, y = (tensor.to(cfg.device) for tensor in batch)
@@ -50,7 +50,7 @@ def accuracy(model, images, labels, cfg, run):
 
 def train(cfg, run):
     """Train for ``cfg.training.epochs``; the launcher and Ray call this for each attempt."""
-    # Ray's workers have their group
+    # Ray's workers already have a process group.
     if run.world_size > 1 and not dist.is_initialized():
         dist.init_process_group("gloo" if cfg.device == "cpu" else "nccl")
     torch.manual_seed(cfg.seed)
@@ -103,7 +103,7 @@ def main(run_dir="outputs/ray_digits", workers=2):
         worker,
         train_loop_config={
             "cfg": {"seed": 1, "model": {"width": 32}, "training": training, **device},
-            "run_dir": str(Path(run_dir).resolve()),  # on a disk that all workers see
+            "run_dir": str(Path(run_dir).resolve()),  # All workers have to see this disk.
         },
         scaling_config=ScalingConfig(num_workers=workers, use_gpu=torch.cuda.is_available()),
         run_config=RunConfig(failure_config=FailureConfig(max_failures=3)),

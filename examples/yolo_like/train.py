@@ -1,4 +1,4 @@
-"""A detector of one square in a picture, as YOLO's command trains one: ``batch=16 project=runs``.
+"""A detector of a square in a picture, trained by a command like YOLO's: ``batch=16 project=runs``.
 
 ``nbs`` is the nominal batch: gradients of ``nbs / batch`` batches are added up before a step. After
 each epoch there is ``project/name/weights/last.pt``. It knows nothing of robust-train.
@@ -17,7 +17,7 @@ args = {
     "project": "runs",
     "name": "train",
     "resume": "",
-    "fails_above": "1000",  # not of YOLO: a batch that shall not fit, to see what happens
+    "fails_above": "1000",  # Not in YOLO: larger batches pretend to run out of memory.
 }
 args.update(word.split("=", 1) for word in sys.argv[1:])
 batch, nbs, size = int(args["batch"]), int(args["nbs"]), int(args["imgsz"])

@@ -147,6 +147,14 @@ def test_largest_micro_batches_start_first():
     assert list(largest_first(listed)) == [2, 0, 3, 1]
 
 
+def test_packed_jobs_keep_a_declared_figure():
+    """It is measured, so that others fit beside it, but never falls below the user's number."""
+    config = checked(complete({"gpu_jobs_per_device": "auto", "min_gpu_memory_mb": 20000}))
+    assert config.packs_gpus
+    assert not config.measures_memory
+    assert config.min_gpu_memory_mb == 20000
+
+
 def test_auto_begins_with_the_job_alone():
     config = checked(complete({"gpu_jobs_per_device": "auto"}))
     assert config.packs_gpus

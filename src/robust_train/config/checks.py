@@ -120,7 +120,14 @@ def _settle_memory(config: RobustConfig) -> RobustConfig:
         config = replace(config, min_gpu_memory_mb=default_mb, measures_memory=True)
     jobs: int | None = config.gpu_jobs_per_device
     if jobs is None:
-        config = replace(config, gpu_jobs_per_device=1, measures_memory=True, packs_gpus=True)
+        # Any other number than the default is the user's word, below which nothing is reserved.
+        is_default = config.min_gpu_memory_mb == RobustConfig.min_gpu_memory_mb
+        config = replace(
+            config,
+            gpu_jobs_per_device=1,
+            measures_memory=config.measures_memory or is_default,
+            packs_gpus=True,
+        )
     return config
 
 

@@ -112,7 +112,8 @@ class MeasuredMemory(InLauncher):
         config = job.plan.config
         self._attempt: _Attempt | None = None
         self._warned: set[str] = set()
-        self._is_on = config.measures_memory or config.gpu_jobs_per_device > 1
+        shares_gpu = config.packs_gpus or config.gpu_jobs_per_device > 1
+        self._is_on = config.measures_memory or shares_gpu
         self._is_probe = is_probe()
         self._earlier_bytes = 0  # the need of earlier attempts, as measured
 
