@@ -10,13 +10,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from robust_train.folder.checkpoints import (
-    full_folder,
-    is_read_only,
-    pass_over_damaged,
-    paths_in,
-    why_full,
-)
+from robust_train.folder.checkpoints import pass_over_damaged
+from robust_train.folder.full_disk import full_folder, is_read_only, paths_in, why_full
 from robust_train.launcher.hooks import History, InLauncher
 from robust_train.model.attempt import Attempt
 from robust_train.model.failure import Clue, Failure, FailureKind
