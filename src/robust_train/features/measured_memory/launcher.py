@@ -55,7 +55,7 @@ _FIRST_COST_SHARE = 0.02  # the same share in the first minute
 
 
 @dataclass
-class _Attempt:
+class Measurement:
     """The measurements of the current attempt."""
 
     number: int
@@ -110,7 +110,7 @@ class MeasuredMemory(InLauncher):
     def __init__(self, job: JobView) -> None:
         super().__init__(job)
         config = job.plan.config
-        self._attempt: _Attempt | None = None
+        self._attempt: Measurement | None = None
         self._warned: set[str] = set()
         shares_gpu = config.packs_gpus or config.gpu_jobs_per_device > 1
         self._is_on = config.measures_memory or shares_gpu
@@ -125,7 +125,7 @@ class MeasuredMemory(InLauncher):
         if self._is_on and uuids and not self.job.plan.config.runs_inline:
             gpus = read_inventory(processes=False).gpus
             used = {gpu.uuid: gpu.used_bytes for gpu in gpus if gpu.uuid in uuids}
-            self._attempt = _Attempt(attempt.number, uuids, used)
+            self._attempt = Measurement(attempt.number, uuids, used)
         return request
 
     def event(self, event: Event, attempt: Attempt | None) -> None:
@@ -172,7 +172,7 @@ class MeasuredMemory(InLauncher):
             self._end_probe(current)
 
     def _tell_shortage_apart(
-        self, current: _Attempt, samples: Sequence[Sample], gpus: Sequence[GpuInfo]
+        self, current: Measurement, samples: Sequence[Sample], gpus: Sequence[GpuInfo]
     ) -> None:
         """Warn once if memory ran out in a step because others took it."""
         if not current.has_run_out:
@@ -189,7 +189,7 @@ class MeasuredMemory(InLauncher):
                     gpu.index,
                 )
 
-    def _end_probe(self, current: _Attempt) -> None:
+    def _end_probe(self, current: Measurement) -> None:
         """Stop a probe run that was measured, or that cannot be measured."""
         if (current.steps or 0) >= FIRST_STEPS:
             current.samples_after_steps += 1
@@ -200,7 +200,7 @@ class MeasuredMemory(InLauncher):
             with contextlib.suppress(OSError):
                 stop_probe(self.job.plan.run_dir)
 
-    def _held_by(self, sample: Sample, current: _Attempt) -> int | None:
+    def _held_by(self, sample: Sample, current: Measurement) -> int | None:
         """Return the bytes that the job's processes hold on a GPU, or None if unknown."""
         held = sample.by_process()
         if held is not None:
@@ -223,7 +223,7 @@ class MeasuredMemory(InLauncher):
             )
         return held or None
 
-    def _sample_of(self, gpu: GpuInfo, current: _Attempt) -> Sample:
+    def _sample_of(self, gpu: GpuInfo, current: Measurement) -> Sample:
         """Return NVML's figures of a GPU, with the processes of the job and of others."""
         queue = self.job.driver.devices.queue
         processes = gpu.processes or ()
@@ -259,7 +259,7 @@ class MeasuredMemory(InLauncher):
 
     def _follow(
         self,
-        current: _Attempt,
+        current: Measurement,
         held: Sequence[int | None],
         attempt: Attempt,
         gpus: Sequence[GpuInfo],
@@ -323,7 +323,7 @@ class MeasuredMemory(InLauncher):
             self._remember(current, attempt, is_whole=current.is_settled and has_ended)
         return replace(attempt, memory={**attempt.memory, PEAK: current.peak})
 
-    def _remember(self, current: _Attempt, attempt: Attempt, *, is_whole: bool) -> None:
+    def _remember(self, current: Measurement, attempt: Attempt, *, is_whole: bool) -> None:
         """Keep the peak for later runs of the same job at the same micro-batch."""
         gpus = attempt.spec.gpus
         is_kept = self.job.plan.config.measures_memory and not current.is_split
