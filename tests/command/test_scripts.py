@@ -617,7 +617,10 @@ def test_train_py_runs_a_script_once(scripts):
     [
         ([], ["trainer.argv", "must be given"]),
         (["trainer.argv=python"], ["trainer.argv", "must be a list"]),
-        (["trainer.argv=[ls]", "isolation=none"], ["isolation=none", "always runs in a separate process"]),
+        (
+            ["trainer.argv=[ls]", "isolation=none"],
+            ["isolation=none", "always runs in a separate process"],
+        ),
         (["trainer.argv=[]"], ["trainer.argv", "must name a program"]),
         (["trainer.argv=[no_such_program]"], ["'no_such_program'", "PATH"]),
         (["trainer.argv=[./no_such_file]"], ["./no_such_file: no such file in "]),
