@@ -31,7 +31,7 @@ from robust_train.compat import run_exit_handlers, when_cuda_starts
 from robust_train.config.attempt import AttemptRequest, Begin, Preparation, for_rank
 from robust_train.config.projects import Words
 from robust_train.config.trainers import MAIN_MODULE
-from robust_train.failures.shortage import no_room_to_import
+from robust_train.failures.shortage import explain_failed_import
 from robust_train.gpu.cuda_order import started_driver
 from robust_train.host import linux, signals
 from robust_train.host.job_logging import adopt_hydra
@@ -171,7 +171,7 @@ def _import_one(name: str) -> None:
     try:
         importlib.import_module(name)
     except Exception as error:
-        problem = no_room_to_import(name, error)
+        problem = explain_failed_import(name, error)
         if problem is not None:
             raise ConfigError(problem) from error
 

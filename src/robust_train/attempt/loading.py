@@ -31,7 +31,7 @@ from robust_train.config.trainers import (
     own_signature,
     signature_of,
 )
-from robust_train.failures.shortage import no_room_to_import
+from robust_train.failures.shortage import explain_failed_import
 from robust_train.model.errors import ConfigError, UserError
 from robust_train.readable import meant, named_line
 
@@ -194,7 +194,7 @@ def _is_function(value: object) -> bool:
 def _failed_import(ref: TrainerRef, error: Exception) -> ConfigError:
     if isinstance(error, ConfigError):
         return error
-    no_room = no_room_to_import(ref.path, error)
+    no_room = explain_failed_import(ref.path, error)
     if no_room is not None and ref.is_ours:
         return ConfigError(no_room)
     if isinstance(error, SyntaxError):

@@ -18,9 +18,9 @@ from typing import Any
 
 from robust_train.config.attempt import AttemptRequest
 from robust_train.failures import classify_exit
-from robust_train.failures.advice import cuda_versions, with_advice
-from robust_train.failures.exits import by_oom_killer, in_order
-from robust_train.failures.printed import since_progress
+from robust_train.failures.advice import describe_cuda_versions, with_advice
+from robust_train.failures.exits import blame_oom_killer
+from robust_train.failures.printed import drop_before_last_steps, put_final_error_last
 from robust_train.failures.stack import TRACEBACK, NativeStack, native_stack_in
 from robust_train.launcher.plan import Plan
 from robust_train.model.attempt import Attempt
@@ -77,7 +77,7 @@ def ended(
 
 def advised(attempt: Attempt, plan: Plan) -> Attempt:
     """Return the attempt with advice on its failure, worded for the job's keys."""
-    versions = cuda_versions(attempt, plan.config)
+    versions = describe_cuda_versions(attempt, plan.config)
     return plan.words.attempt(with_advice(attempt, plan.config, versions))
 
 
@@ -142,7 +142,7 @@ def _failure(attempt: Attempt, crash: NativeStack | None) -> Failure | None:
         is_interrupted = ending.failure.kind is FailureKind.INTERRUPTED
         if isinstance(attempt.script, ScriptEnded) and not is_interrupted:
             return _with_file(failure_of_script(attempt.script, end), attempt)
-        return by_oom_killer(ending.failure) if end.oom_killed else ending.failure
+        return blame_oom_killer(ending.failure) if end.oom_killed else ending.failure
     if end.was_stopped:
         why = "did not stop in time and was killed"
         if end.was_hurried:
@@ -195,7 +195,7 @@ def doubt_of(attempt: Attempt) -> str:
     if attempt.failure is not None or not isinstance(attempt.script, ScriptEnded):
         return ""
     printed = without_escapes(attempt.exit.output)
-    output = since_progress(in_order(printed)).rstrip()
+    output = drop_before_last_steps(put_final_error_last(printed)).rstrip()
     seen = classify_exit(1, output)
     what = seen.message.removeprefix("ended with exit code 1: ")
     is_workers = seen.kind is FailureKind.WORKER_DEATH
@@ -226,7 +226,7 @@ def last_words(output: str, log_name: str) -> str:
     # A progress bar rewrites its line, so only its last state is shown.
     lines = [
         line.rstrip("\r").rpartition("\r")[2]
-        for line in in_order(without_escapes(output)).split("\n")
+        for line in put_final_error_last(without_escapes(output)).split("\n")
     ]
     lines = [line.rstrip() for line in lines if line.strip()]
     starts = [number for number, line in enumerate(lines) if TRACEBACK in line]

@@ -24,8 +24,9 @@ from omegaconf import DictConfig
 from robust_train.children.interpreters import Interpreter, Interpreters, preparation, take_early
 from robust_train.config.attempt import AttemptRequest, Begin, Preparation, early_imports
 from robust_train.config.trainers import TrainerRef
-from robust_train.failures.exits import last_shortage_in, signal_of
-from robust_train.failures.shortage import no_room_to_import
+from robust_train.failures.exits import signal_of
+from robust_train.failures.memory_messages import find_last_shortage
+from robust_train.failures.shortage import explain_failed_import
 from robust_train.host.linux import TICK_SECONDS, readable
 from robust_train.host.memory import OomKillWatch, read_host_memory
 from robust_train.host.screen import show_waiting
@@ -278,7 +279,7 @@ class ProcessExecutor:
             ConfigError: a limit of this process leaves no room for it, or it is the second such
                 end.
         """
-        problem = no_room_to_import(next(iter(self._modules), "Python"), None)
+        problem = explain_failed_import(next(iter(self._modules), "Python"), None)
         if problem:
             raise ConfigError(problem)
         number = signal_of(returncode)
@@ -645,5 +646,5 @@ def _shortage_in(request: AttemptRequest) -> str:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(size - _LONGEST_SEARCHED_BYTES, 0))
         log_end = file.read().decode(errors="replace")
-        return last_shortage_in(without_escapes(log_end))
+        return find_last_shortage(without_escapes(log_end))
     return ""
