@@ -432,7 +432,7 @@ def test_inline_jobs_stay_in_their_sweep(world):
     (world.folder / "conf/mine.yaml").write_text("lr: 2")
     again = _run(world, world.folder, *words, code=0)
     assert again.output.count("its config has changed since: conf/mine.yaml") == 2
-    changed = "this launch runs today's config; changed since the last launch: conf/mine.yaml"
+    changed = "this launch uses the current config; changed since the last launch: conf/mine.yaml"
     assert again.output.count(changed) == 1
 
 

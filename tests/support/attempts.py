@@ -23,7 +23,7 @@ from robust_train.model.parts import parts_like
 from robust_train.model.spec import AttemptSpec, Decision
 from robust_train.policy.context import Offers
 from robust_train.policy.decide import decide
-from robust_train.policy.sizes import PolicySettings
+from robust_train.policy.settings import PolicySettings
 from robust_train.readable import GIB
 
 

@@ -26,7 +26,8 @@ from robust_train.model.events import Event, MemoryReported
 from robust_train.model.failure import FailureKind
 from robust_train.model.gpu import Group, gpus_of
 from robust_train.model.spec import Room
-from robust_train.policy.context import Offers, excluded_after
+from robust_train.policy.context import Offers
+from robust_train.policy.gpus import gpus_to_exclude
 from robust_train.queue.host_queue import GpuRequest, HostQueue
 from robust_train.queue.queue_dir import directory_for
 from robust_train.queue.registry import QueuedJob
@@ -212,7 +213,7 @@ class Devices:
         if failure.kind is FailureKind.DEVICE_FAULT:
             ask_health_again()
             suspects = gpus_of(group, failure.rank)
-            excluded = excluded_after(failure, suspects, free_bytes(suspects))
+            excluded = gpus_to_exclude(failure, suspects, free_bytes(suspects))
             for uuid, reason in excluded.items():
                 self.queue.exclude(uuid, reason)
         before = self._free_before
