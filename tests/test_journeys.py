@@ -288,7 +288,7 @@ JOURNEYS = [
         "others took it: where there is room",
         [left(0, 20), free(1, 30), free(0, 14)],
         after(oom(taken=6)).expect(
-            "switch_gpu", 64, 1, device="cuda:1", reason="others took 6144 MiB"
+            "switch_gpu", 64, 1, device="cuda:1", reason="other processes took 6144 MiB"
         ),
     ),
     journey(
