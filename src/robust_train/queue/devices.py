@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from robust_train.config.schema import RobustConfig
+from robust_train.gpu.footprint import estimate_footprint, learn_context_bytes
 from robust_train.gpu.inventory import NO_DRIVER, ask_health_again, close_session, read_inventory
-from robust_train.gpu.processes import footprint, learn_context_bytes
 from robust_train.gpu.select import can_be_one_of, could_ever_fit, rank
 from robust_train.gpu.visible import Visible, allocated_by, visible_gpus
 from robust_train.model.attempt import Attempt
@@ -290,7 +290,7 @@ class Devices:
         if peak:
             name = group[0].name if group else ""
             learn_context_bytes(name, shown)
-            needed = footprint(peak, name)
+            needed = estimate_footprint(peak, name)
             # the estimate may be more than there was, and no GPU would ever do
             had = max((self._free_before.get(gpu.uuid, gpu.free_bytes) for gpu in group), default=0)
             needed = min(needed, max(had, peak))

@@ -1,4 +1,4 @@
-"""Remedies that try the same attempt again: networks and disks recover, some crashes do not repeat.
+"""Remedies that retry the same attempt: networks and disks recover, and some crashes do not repeat.
 
 `assembly.load_remedies` orders them, and ``policy.decide`` calls them in the launcher. Pure.
 """
@@ -12,8 +12,8 @@ from robust_train.policy.context import FailureContext
 from robust_train.policy.retries import LONGEST_PAUSE_SECONDS, pause_before, retry_after_pause
 
 _RATE_LIMIT_FACTOR = 30.0
-"""With this factor the first pause is as long as the periods in which servers count requests: 5
-minutes."""
+"""The pause after a rate limit, as a multiple of the usual pause. By default, the first pause is 5
+minutes, a usual period in which servers count requests."""
 
 
 def retry_unchanged(context: FailureContext) -> Retry | None:
@@ -26,8 +26,8 @@ def retry_unchanged(context: FailureContext) -> Retry | None:
 
 
 def retry_after_kill(context: FailureContext) -> Retry | None:
-    """Retry from the last checkpoint after someone, not the kernel, killed the process or a
-    data-loader worker."""
+    """Retry from the last checkpoint after a person or a program, not the kernel, killed the
+    attempt or a data-loader worker."""
     if context.evidence.clue != Clue.KILLED or not context.has_retries:
         return None
     where = device_name(context.last.gpus)
@@ -35,7 +35,7 @@ def retry_after_kill(context: FailureContext) -> Retry | None:
 
 
 def retry_after_crash(context: FailureContext) -> Retry | None:
-    """Retry once after a segmentation fault, which may be a cosmic ray. A second is a bug."""
+    """Retry once after a segmentation fault, which may be a cosmic ray. A second fault is a bug."""
     crashes = [attempt.evidence.clue == Clue.CRASHED for attempt in context.since_progress]
     if context.evidence.clue != Clue.CRASHED or sum(crashes) > 1:
         return None
@@ -43,8 +43,8 @@ def retry_after_crash(context: FailureContext) -> Retry | None:
 
 
 def retry_unknown_failure(context: FailureContext) -> Retry | None:
-    """Retry once from a checkpoint after a failure of unknown origin. If it comes again before the
-    next checkpoint, the program is to blame."""
+    """Retry once from a checkpoint after a failure of unknown origin. If the failure happens again
+    before the next checkpoint, the program is to blame."""
     if context.evidence.clue != Clue.UNKNOWN or context.config.retries < 1:
         return None
     if not context.has_saved or context.unknown_before:
