@@ -309,7 +309,7 @@ def test_messages_use_the_projects_own_keys(world, foreign):
     folder = foreign / "out/train"
     (*_, last) = json.loads((folder / "summary.json").read_text())["attempts"]
     assert "smaller data.batch_size" in last["failure"]["advice"][0]
-    assert "more trainer.accumulate_grad_batches" in last["failure"]["advice"][1]
+    assert "raise trainer.accumulate_grad_batches" in last["failure"]["advice"][1]
     log = (folder / "train.log").read_text()
     for text in (*last["failure"]["advice"], last["reason"], ended.stdout, ended.stderr, log):
         assert keys_at_the_root(text) == []

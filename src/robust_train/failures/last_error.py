@@ -91,8 +91,8 @@ def find_last_error(output: str, lines: list[str], *, is_native: bool) -> Matche
 
 
 def _lines_of_native_error(lines: list[str]) -> list[str]:
-    """Return the lines from the native error on. Without such an error, return those that are not
-    chatter."""
+    """Return the lines from the native error on. Without such an error, return the lines that may
+    explain the end."""
     for number, line in enumerate(lines):
         if NATIVE_ERROR.search(line):
             return lines[number:]
@@ -100,6 +100,7 @@ def _lines_of_native_error(lines: list[str]) -> list[str]:
 
 
 def _without_chatter(lines: list[str]) -> list[str]:
+    """Return the lines without log lines that do not explain the end."""
     return [line for line in lines if not _CHATTER.match(line)]
 
 

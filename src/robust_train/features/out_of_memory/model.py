@@ -104,8 +104,8 @@ def switch_gpu(context: FailureContext) -> Retry | None:
 
 
 def confirm_on_another_gpu(context: FailureContext) -> Retry | None:
-    """Before the job falls back to the CPU, retry the last size once on another GPU with about as
-    much free memory.
+    """Retry the last size once on another GPU with about as much free memory, before the job falls
+    back to the CPU.
 
     An attempt costs a minute, and training on the CPU costs days. If memory runs out there at the
     same step, the GPU is not the cause, and no more similar GPUs are tried.

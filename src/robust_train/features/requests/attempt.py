@@ -62,7 +62,7 @@ class Requests(InAttempt):
         self._stop_watching: Callable[[], None] | None = None
 
     def tick(self) -> None:
-        """Take new requests, and answer those that only read."""
+        """Take new requests, and answer the requests that only read."""
         # If another job has the folder by now, the requests are for that job.
         if not self.live.saving.owns_folder():
             return

@@ -307,7 +307,7 @@ def _trainers_processes(pids: Sequence[int], request: AttemptRequest) -> list[ps
 
 _MOST_PROCESSES = 64
 _PY_SPY_SECONDS = 3.0  # the time limit of a call of py-spy
-_ALL_SECONDS = 10.0  # the time after which py-spy is not called any more
+_ALL_SECONDS = 10.0  # the time after which py-spy is no longer called
 _OWN_STACKS_SECONDS = 1.0  # the time that faulthandler needs
 _RANK_SECONDS = 0.3  # the pause between two ranks
 _NCCL_DUMP_SECONDS = 5.0
