@@ -919,7 +919,9 @@ def probe_sampler() -> Checks:
     rows = []
     for _ in range(7):
         alone = milliseconds(work, 30)
-        sampler = Sampler(Path(tempfile.mkdtemp()), 1, "cuda:0", 0.01, lambda: 1, cost_share=1)
+        folder = Path(tempfile.mkdtemp())
+        often = {"interval_seconds": 0.01, "cost_share": 1}
+        sampler = Sampler(folder, 1, "cuda:0", lambda: 1, **often)
         sampler.start()
         rows.append(milliseconds(work, 30) / alone)
         sampler.stop()

@@ -171,7 +171,7 @@ def test_training_without_any_checkpoint_is_not_repeated(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("checkpoint", "what_follows"),
     [
-        (None, "training begins again, for no checkpoint is known"),
+        (None, "training starts from the beginning, because no checkpoint is known"),
         (Path("step-5"), "training continues"),
     ],
 )

@@ -24,7 +24,7 @@ from robust_train.features.measured_memory.probe import is_probe, stop_probe
 from robust_train.features.measured_memory.recall import fingerprint_of
 from robust_train.features.measured_memory.store import remember
 from robust_train.gpu.inventory import close_session, read_inventory
-from robust_train.gpu.processes import has_library, is_meant, sees_host_pids
+from robust_train.gpu.processes import has_library, has_this_number_here, sees_host_pids
 from robust_train.host.linux import job_mark
 from robust_train.host.reaper import mark_of
 from robust_train.launcher.hooks import History, InLauncher, JobView
@@ -245,7 +245,7 @@ class MeasuredMemory(InLauncher):
         """Return the job's processes that NVML lists on a GPU."""
         mark = job_mark(self.job.driver.devices.queue.job_id)
         pids = {row.pid for row in gpu.processes or () if mark_of(row.pid) == mark}
-        return set(filter(is_meant, pids))
+        return set(filter(has_this_number_here, pids))
 
     def _uses_torch(self, gpus: Sequence[GpuInfo]) -> bool:
         """Return whether torch surely allocates the memory of the job's processes.
