@@ -10,7 +10,7 @@ import pytest
 
 from robust_train.failures import classify_exit, classify_failure
 from robust_train.failures.memory_messages import find_last_shortage
-from robust_train.launcher.ending import find_doubt
+from robust_train.launcher.script_output import find_doubt
 from robust_train.model import errors
 from robust_train.model.attempt import Attempt
 from robust_train.model.events import ScriptEnded
