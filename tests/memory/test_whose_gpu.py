@@ -13,7 +13,7 @@ from robust_train.gpu.footprint import (
     learn_context_bytes,
     learned_context_bytes,
 )
-from robust_train.memory import stats as in_use
+from robust_train.memory import in_use
 from robust_train.memory.clearing import return_memory
 from robust_train.memory.cuda import busiest_gpu
 from robust_train.memory.limits import limit_when_cuda_starts, share_of_unified_memory

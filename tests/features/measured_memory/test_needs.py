@@ -140,7 +140,7 @@ def test_torch_counts_a_peak_between_samples():
     assert peak_by_torch({"max_resident": GIB}) == 0
     config = RobustConfig(gpu_jobs_per_device=2)
     feature = MeasuredMemory(SimpleNamespace(plan=SimpleNamespace(config=config)))
-    feature._attempt = Measurement(1, ("A", "B"), {}, peaks={"A": GIB, "B": 2 * GIB})
+    feature.current = Measurement(1, ("A", "B"), {}, peaks={"A": GIB, "B": 2 * GIB})
     attempt = Attempt(1, AttemptSpec((), 8, 1), memory=figures)
     assert feature.evidence(attempt, [attempt]).memory[PEAK] == 3 * GIB + 500 * MIB
 

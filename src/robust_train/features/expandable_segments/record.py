@@ -32,7 +32,7 @@ class SegmentsKnob(Knob):
         )
         return cls(setting)
 
-    def exported(self, environ: Mapping[str, str]) -> Mapping[str, str]:
+    def apply_to_environ(self, environ: Mapping[str, str]) -> Mapping[str, str]:
         """Return the environment with the setting added to the user's own allocator settings."""
         setting = allocator_settings(environ, expandable_segments=self.expandable_segments)
         return {**environ, VARIABLE: setting}

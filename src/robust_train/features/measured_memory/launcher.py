@@ -110,7 +110,7 @@ class MeasuredMemory(InLauncher):
     def __init__(self, job: JobView) -> None:
         super().__init__(job)
         config = job.plan.config
-        self._attempt: Measurement | None = None
+        self.current: Measurement | None = None
         self._warned: set[str] = set()
         shares_gpu = config.packs_gpus or config.gpu_jobs_per_device > 1
         self._is_on = config.measures_memory or shares_gpu
@@ -119,18 +119,18 @@ class MeasuredMemory(InLauncher):
 
     def request(self, request: AttemptRequest, attempt: Attempt) -> AttemptRequest:
         """Note what is used on the GPUs before the attempt begins."""
-        self._attempt = None
+        self.current = None
         uuids = tuple(gpu.uuid for gpu in attempt.spec.gpus)
         # A session of NVML in an attempt's own process would end with ours.
         if self._is_on and uuids and not self.job.plan.config.runs_inline:
             gpus = read_inventory(processes=False).gpus
             used = {gpu.uuid: gpu.used_bytes for gpu in gpus if gpu.uuid in uuids}
-            self._attempt = Measurement(attempt.number, uuids, used)
+            self.current = Measurement(attempt.number, uuids, used)
         return request
 
     def event(self, event: Event, attempt: Attempt | None) -> None:
         """Count the steps, and note that the attempt saved or validated."""
-        current = self._attempt
+        current = self.current
         if current is None:
             return
         if isinstance(event, Progress):
@@ -146,7 +146,7 @@ class MeasuredMemory(InLauncher):
 
     def tick(self, attempt: Attempt | None) -> None:
         """Measure, if the next sample is due."""
-        current = self._attempt
+        current = self.current
         if attempt is None or current is None or current.takes_all:
             return
         now = time.monotonic()
@@ -307,8 +307,8 @@ class MeasuredMemory(InLauncher):
 
     def evidence(self, attempt: Attempt, history: History) -> Attempt:
         """Return the attempt with the peak of its GPU memory."""
-        current = self._attempt
-        self._attempt = None
+        current = self.current
+        self.current = None
         # What a program takes that takes all says nothing of what it needs.
         if current is None or not current.peak or current.takes_all:
             return attempt
