@@ -1,4 +1,4 @@
-"""``robust-train run [OPTIONS] -- PROGRAM [ARGUMENT …]``: runs a script under the launcher.
+"""Runs a script under the launcher: ``robust-train run [OPTIONS] -- PROGRAM [ARGUMENT …]``.
 
 The options become values of config keys, and PROGRAM becomes ``trainer.argv``. The command's own
 process becomes the launcher.
@@ -41,7 +41,7 @@ exit codes: 0 completed, 1 the script failed, 2 wrong usage or configuration,
 """
 
 
-# The option that sets a key, by key. For a flag, the key is followed by its value.
+# The option that sets a key, by key. For a flag, the key includes a value, as in `detach=true`.
 _OPTIONS = {option.key: option.names[0] for option in COMMANDS["run"].options if option.key}
 _OPTIONS["trainer.argv"] = "PROGRAM"
 
@@ -143,7 +143,7 @@ def _default_batch_sizes(arguments: Namespace, used: Collection[str]) -> dict[st
 
 
 def _run_job(arguments: Namespace, values: dict[str, Json]) -> int:
-    """Run the job, and return its exit code. A mistake in the options or keys is printed."""
+    """Run the job, and return its exit code. If the job is refused, print the reason."""
     from omegaconf import OmegaConf
 
     from robust_train.attempt.script.check import check_command
@@ -170,7 +170,8 @@ def _run_job(arguments: Namespace, values: dict[str, Json]) -> int:
         if detach.must_detach(config):
             return detach.start()
         plan = plan_launch(None, cfg, arguments.run_dir)
-        # The job locks the run folder. Nothing is written before, because a live job may hold it.
+        # Creating the job locks the run folder. Until then nothing may be written into it, because
+        # another job may hold it.
         job = Job(plan, make_driver(plan), show_end=functools.partial(show_end, print_failure))
         _log_into(plan.run_dir)
         for warning in _warnings(arguments, config, plan.values_used):
@@ -180,7 +181,7 @@ def _run_job(arguments: Namespace, values: dict[str, Json]) -> int:
                 "--resume-argv has no {checkpoint}: the script finds its newest checkpoint itself"
             )
         try:
-            # Where Hydra saves the config of a job.
+            # Hydra saves a job's config in the same place.
             (plan.run_dir / ".hydra").mkdir(exist_ok=True)
             OmegaConf.save(cfg, plan.run_dir / ".hydra" / "config.yaml")
         except OSError as error:

@@ -1,7 +1,8 @@
-"""The content of a run folder, as far as it can be read: a killed run leaves truncated lines.
+"""Reads the content of a run folder for the report, and skips damaged parts.
 
-`read_sources` reads the files. The functions that fold a journal into launches and attempts are
-pure.
+The report and the narration call it, in the launcher at the end of a job, in a sweep, or in a
+command. `read_sources` and `read_entries` read files. `launches_of` and `attempts_of`, which fold
+a journal into launches and attempts, are pure. A killed run may have left truncated lines.
 """
 
 from __future__ import annotations
@@ -37,26 +38,26 @@ _MOST_FILES = 40
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of ``journal.jsonl``. Its ``time`` is never before that of the line above it."""
+    """A line of ``journal.jsonl``. Its ``time`` is never earlier than that of the line before."""
 
     time: float
     event: Event
-    attempt: int = 0  # its number; 0 of none
+    attempt: int = 0  # number of the attempt; 0 if the event belongs to no attempt
 
 
 @dataclass(frozen=True)
 class Sources:
-    """All that a run folder records about its job, oldest first."""
+    """Everything that a run folder records about its job, oldest first."""
 
     folder: Path
     entries: tuple[Entry, ...]
     samples: tuple[Sample, ...]
     summary: Summary | None
-    # duration of a job that has ended, as its launcher recorded it
+    # Seconds that the job took, as its launcher recorded them. None if the job has not ended.
     took: float | None
     environment: Mapping[str, Json]  # `environment.json`
     files: tuple[str, ...]  # names of the files in the folder
-    # one sentence for each thing that is missing or damaged
+    # One sentence for each thing that is missing or damaged.
     gaps: tuple[str, ...]
 
 
@@ -98,7 +99,7 @@ def _entries(path: Path, gaps: list[str]) -> Iterator[Entry]:
             if content is None or event is None or time is None:
                 skipped += 1
                 continue
-            # a clock that was set back must not reverse the story
+            # If the clock was set back, the story must not run backwards.
             latest = max(latest, time)
             attempt = content.get("attempt")
             yield Entry(latest, event, attempt if type(attempt) is int else 0)
@@ -122,32 +123,32 @@ class Launch:
     """A launch of the job. Times are seconds since the epoch."""
 
     start: float
-    end: float  # that of the last entry if the launcher died or still runs
-    status: str | None = None  # None without a recorded end
+    end: float  # time of the last entry, also if the launcher died or still runs
+    status: str | None = None  # None if no end is recorded
     reason: str | None = None
-    device_acquired: float | None = None  # when it had a device, None if never
-    device_wait_seconds: float = 0.0  # spent waiting for a device before that
+    device_acquired: float | None = None  # when it got its device, None if it never did
+    device_wait_seconds: float = 0.0  # how long it waited for the device
 
 
 @dataclass(frozen=True)
 class TimedAttempt(Attempt):
-    """An attempt with the times of what it reported, in seconds since the epoch."""
+    """An attempt with the times of its reports, in seconds since the epoch."""
 
     ended: float = 0.0  # time of the last entry if no end is recorded
-    # when the first step did, None if never
+    # When training began, None if it never did.
     training_began: float | None = None
-    # (step, time) of each progress report
+    # (step, time) of each progress report, and of each useful checkpoint.
     progress: tuple[tuple[int, float], ...] = field(default=(), repr=False)
     checkpoints: tuple[tuple[int, float], ...] = ()
 
     @property
     def device(self) -> str:
-        """Its device."""
+        """The device of the attempt."""
         return self.spec.device
 
     @property
     def batch_size(self) -> int | None:
-        """Its micro-batch size, None if it is a script that is given none."""
+        """The micro-batch size, None for a script that does not get one."""
         return self.spec.batch_size if self.spec.has_batch else None
 
 
@@ -185,6 +186,10 @@ def attempts_of(entries: Sequence[Entry]) -> tuple[TimedAttempt, ...]:
 def _attempt(
     number: int, entries: Sequence[Entry], saved: Mapping[str, int]
 ) -> TimedAttempt | None:
+    """Fold the entries of one attempt, or return None if neither start nor end is recorded.
+
+    ``saved`` has the step of each checkpoint by its path.
+    """
     attempt: Attempt | None = None
     progress: list[tuple[int, float]] = []
     checkpoints: list[tuple[int, float]] = []
@@ -199,11 +204,12 @@ def _attempt(
                     number, event.spec, time, path, start_step=saved.get(path or "", 0)
                 )
             case AttemptEnded():
-                # its record may have the time of a clock that was set back
+                # After a clock was set back, the times in the record may be wrong.
                 begun = attempt or event.record
                 ended = time
                 attempt = replace(event.record, number=number, started=begun.started)
-                attempt = attempt.with_same("stalled_seconds", begun)  # records do not have it
+                # The record lacks this figure.
+                attempt = attempt.with_same("stalled_seconds", begun)
             case DecidedAgain() if attempt is not None:
                 attempt = replace(attempt, action=event.action, reason=event.reason)
             case _ if attempt is not None and attempt.seconds is None:

@@ -33,6 +33,7 @@ def read_rules(name: str, given: Any) -> tuple[RetryRule, ...]:
 
 
 def _read_rule(name: str, given: Any) -> RetryRule:
+    """Return one rule. ``name`` is its place in the list, such as ``retry.rules[0]``."""
     if not isinstance(given, Mapping):
         raise ConfigError(f"{name}={given}: must be a mapping like {_EXAMPLE}")
     for part in given:
@@ -41,6 +42,7 @@ def _read_rule(name: str, given: Any) -> RetryRule:
     rule = {str(part): value for part, value in given.items() if value is not None}
     if not set(_CONDITIONS).intersection(rule):
         raise ConfigError(f"{name}: needs one of {', '.join(_CONDITIONS)}, for example {_EXAMPLE}")
+    # A rule without an action is refused like a rule with an unknown action.
     then = rule.get("then", "…")
     if then not in _ACTIONS:
         raise ConfigError(f"{name}.then={then}: no such action; {suggest(str(then), _ACTIONS)}")
