@@ -24,6 +24,8 @@ from robust_train.config.placeholders import PLACEHOLDERS, literal, placeholders
 from robust_train.model.events import Json
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
     from robust_train.config.schema import RobustConfig
 
 log = logging.getLogger("robust_train")
@@ -180,13 +182,7 @@ def _run_job(arguments: Namespace, values: dict[str, Json]) -> int:
             log.info(
                 "--resume-argv has no {checkpoint}: the script finds its newest checkpoint itself"
             )
-        try:
-            # Hydra saves a job's config in the same place.
-            (plan.run_dir / ".hydra").mkdir(exist_ok=True)
-            OmegaConf.save(cfg, plan.run_dir / ".hydra" / "config.yaml")
-        except OSError as error:
-            # On a full disk, only this record is lost.
-            log.warning("cannot write %s: %s", plan.run_dir, error.strerror)
+        _save_config(cfg, plan.run_dir)
         return exit_code_of(job.run())
     except JobInterrupted as error:
         return error.exit_code
@@ -196,6 +192,18 @@ def _run_job(arguments: Namespace, values: dict[str, Json]) -> int:
         if job is not None and arguments.run_dir is None:
             remove_refused(job.plan.run_dir)
         return refusals.exit_code_of(error)
+
+
+def _save_config(cfg: DictConfig, run_dir: Path) -> None:
+    """Save the config in the run folder, in the place where Hydra saves it for other jobs."""
+    from omegaconf import OmegaConf
+
+    try:
+        (run_dir / ".hydra").mkdir(exist_ok=True)
+        OmegaConf.save(cfg, run_dir / ".hydra" / "config.yaml")
+    except OSError as error:
+        # On a full disk, only this record is lost.
+        log.warning("cannot write %s: %s", run_dir, error.strerror)
 
 
 def _name_options(line: str, arguments: Namespace) -> str:

@@ -50,7 +50,7 @@ class MainModule:
         if file is None or not os.path.isfile(file):
             return None
         name = getattr(getattr(main, "__spec__", None), "name", "")
-        # A folder or an archive that Python runs has the name "__main__", which is no module there.
+        # A folder or an archive that Python runs is named "__main__", which cannot be imported.
         return cls(os.path.abspath(file), "" if name == "__main__" else name)
 
 

@@ -47,10 +47,7 @@ def _read_rule(name: str, given: Any) -> RetryRule:
     if then not in _ACTIONS:
         raise ConfigError(f"{name}.then={then}: no such action; {suggest(str(then), _ACTIONS)}")
     for part, value in rule.items():
-        is_positive = value > 0 if type(value) is int else bool(value)
-        if type(value) is not _TYPES[part] or not is_positive:
-            accepted = "an integer, 1 or more" if _TYPES[part] is int else "a string in quotes"
-            raise ConfigError(f"{name}.{part}={value}: must be {accepted}")
+        _check_type(f"{name}.{part}", value, _TYPES[part])
     if then == "stop" and "times" in rule:
         raise ConfigError(f"{name}.times: cannot be combined with then=stop, which happens once")
     try:
@@ -59,3 +56,11 @@ def _read_rule(name: str, given: Any) -> RetryRule:
         pattern = rule["message"]
         raise ConfigError(f"{name}.message={pattern}: not a regular expression: {error}") from None
     return RetryRule(**rule)
+
+
+def _check_type(name: str, value: Any, wanted: type) -> None:
+    """Raise ConfigError unless a value has the wanted type, and is neither 0 nor empty."""
+    is_positive = value > 0 if type(value) is int else bool(value)
+    if type(value) is not wanted or not is_positive:
+        accepted = "an integer, 1 or more" if wanted is int else "a string in quotes"
+        raise ConfigError(f"{name}={value}: must be {accepted}")
