@@ -175,7 +175,7 @@ def _attempt(job: Job, folder: Path) -> tuple[Any, Any]:
 
     from robust_train.attempt.run import Run, live_of
     from robust_train.config.checks import unchecked
-    from robust_train.config.placeholders import MicroBatchPlan
+    from robust_train.config.training_plans import MicroBatchPlan
 
     training = {
         "batch_size": job.batch,

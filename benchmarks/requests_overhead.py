@@ -18,8 +18,8 @@ from torch import nn
 
 from robust_train.attempt.run import Run, live_of
 from robust_train.attempt.runner import run_ticks
-from robust_train.config.placeholders import SavePlan
 from robust_train.config.schema import RobustConfig
+from robust_train.config.training_plans import SavePlan
 from robust_train.features.requests.attempt import Requests
 from robust_train.folder.requests import open_requests
 

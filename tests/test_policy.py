@@ -313,7 +313,7 @@ def test_an_exponential_pattern_is_skipped(monkeypatch, caplog):
         reason = reason_with("a" * 60 + "b\nx\ud800 nan", "(a+)+$", "x.*nan")
         assert reason.endswith("retry.rules[1]: stop")
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("retry.rules: message (a+)+$ is skipped: the search takes more than 2 s")
+    assert line.startswith("retry.rules: message (a+)+$ is skipped: the search took more than 2 s")
 
 
 def test_a_failing_search_is_skipped(monkeypatch, caplog):

@@ -7,7 +7,7 @@ import conformance_trainers
 from framework_config import framework_config
 from robust_train.attempt.run import live_of
 from robust_train.config.checks import unchecked
-from robust_train.config.placeholders import MicroBatchPlan
+from robust_train.config.training_plans import MicroBatchPlan
 from watched_run import WatchedRun
 
 SAMPLES = 22  # an epoch's third step has six

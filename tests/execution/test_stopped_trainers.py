@@ -7,7 +7,7 @@ import pytest
 from attempts import attempt_request
 from robust_train.attempt.run import live_of
 from robust_train.attempt.runner import run_attempt
-from robust_train.config.placeholders import SavePlan
+from robust_train.config.training_plans import SavePlan
 from robust_train.launcher.rank_ends import RankEnd, merge_ends
 from robust_train.model.events import Failed, Finished
 from robust_train.model.failure import Failure, FailureKind

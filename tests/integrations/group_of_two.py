@@ -22,7 +22,7 @@ from running_out import Fuse
 from forked_ranks import of_ranks
 from framework_config import QUIET, SILENT
 from robust_train.attempt.run import live_of
-from robust_train.config.placeholders import MicroBatchPlan
+from robust_train.config.training_plans import MicroBatchPlan
 from watched_run import WatchedRun
 
 KINDS = {

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from forked_ranks import of_forks, of_ranks
 from robust_train.attempt.run import live_of
 from robust_train.config.checks import unchecked
-from robust_train.config.placeholders import MicroBatchPlan
+from robust_train.config.training_plans import MicroBatchPlan
 from robust_train.host.votes import Votes
 from watched_run import WatchedRun
 

@@ -10,7 +10,7 @@ from memory_limit import limited_growth
 from noted import Noted
 from robust_train.attempt.run import live_of
 from robust_train.config.checks import unchecked
-from robust_train.config.placeholders import MicroBatchPlan
+from robust_train.config.training_plans import MicroBatchPlan
 from robust_train.failures import classify_failure
 from robust_train.model.failure import MEMORY_FAILURES
 from robust_train.model.spec import AttemptSpec

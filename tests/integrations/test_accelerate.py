@@ -13,7 +13,7 @@ from forked_ranks import of_ranks
 from framework_config import framework_config
 from robust_train.attempt.run import live_of
 from robust_train.config.checks import unchecked
-from robust_train.config.placeholders import MicroBatchPlan
+from robust_train.config.training_plans import MicroBatchPlan
 from robust_train.host.votes import Votes
 from robust_train.model.errors import UserError
 from watched_run import RunOnAFullDisk, WatchedRun

@@ -9,7 +9,7 @@ from hydra import compose, initialize_config_module
 import integration_trainers
 from robust_train.attempt.run import live_of
 from robust_train.config.checks import unchecked
-from robust_train.config.placeholders import MicroBatchPlan
+from robust_train.config.training_plans import MicroBatchPlan
 from watched_run import WatchedRun
 
 JOB = (

@@ -18,8 +18,8 @@ from robust_train import launch
 from robust_train.attempt.last_save import save_owed_checkpoint
 from robust_train.attempt.run import Run, live_of
 from robust_train.config.checks import unchecked
-from robust_train.config.placeholders import MicroBatchPlan
 from robust_train.config.schema import RobustConfig
+from robust_train.config.training_plans import MicroBatchPlan
 from robust_train.model.errors import TrainingStopped, UserError
 from robust_train.model.spec import AttemptSpec
 from watched_run import RunOnAFullDisk, WatchedRun

@@ -13,7 +13,7 @@ from robust_train.attempt.cadence import OWED_SECONDS, SaveClock, seconds_betwee
 from robust_train.attempt.run import Run, live_of
 from robust_train.config.checks import checked
 from robust_train.config.composition import complete
-from robust_train.config.placeholders import SavePlan
+from robust_train.config.training_plans import SavePlan
 from robust_train.folder.identity import begin_job
 from robust_train.host.votes import Votes
 from robust_train.model.events import ValueReported

@@ -13,7 +13,7 @@ from robust_train.attempt.runner import call_trainer
 from robust_train.attempt.speed import SpeedMeter
 from robust_train.config.checks import checked
 from robust_train.config.composition import complete
-from robust_train.config.placeholders import MicroBatchPlan
+from robust_train.config.training_plans import MicroBatchPlan
 
 
 class Clock:

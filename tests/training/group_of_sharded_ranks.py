@@ -32,7 +32,7 @@ from training_world import write_image_folder
 
 from forked_ranks import of_forks, outcomes
 from memory_limit import MIB, lift_limit, limit_growth
-from robust_train.config.placeholders import SplitRule
+from robust_train.config.training_plans import SplitRule
 from robust_train.memory.clearing import return_memory
 from robust_train.model.errors import RankFailure, UserError
 from robust_train.step.batcher import MicroBatcher

@@ -22,7 +22,7 @@ from torch.utils.data import (
 from robust_train.attempt.data_position import Batches, BatchFacts
 from robust_train.attempt.data_source import count_samples, cut_first_samples, examine_loader
 from robust_train.attempt.run import Run, live_of
-from robust_train.config.placeholders import MicroBatchPlan
+from robust_train.config.training_plans import MicroBatchPlan
 
 SAMPLES = 41
 

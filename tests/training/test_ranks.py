@@ -9,7 +9,7 @@ from torch import nn
 from training_world import difference, trained_weights
 
 import warm
-from robust_train.config.placeholders import MicroBatchPlan
+from robust_train.config.training_plans import MicroBatchPlan
 from robust_train.model.failure import Failure, FailureKind
 from robust_train.step import ranks
 from robust_train.step.micro_batch_size import MicroBatchSize

@@ -9,7 +9,7 @@ import torch
 
 from robust_train import launch
 from robust_train.attempt.run import Run, live_of
-from robust_train.config.placeholders import SavePlan
+from robust_train.config.training_plans import SavePlan
 from robust_train.folder.checkpoints import mark, read_manifests
 from robust_train.model.errors import TrainingDiverged, UserError
 from taking_part import guarded

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from noted import Noted
 from robust_train.attempt.run import live_of
-from robust_train.config.placeholders import MicroBatchPlan
+from robust_train.config.training_plans import MicroBatchPlan
 from robust_train.memory.tensors import live_tensors
 from robust_train.model.errors import UserError
 from robust_train.step.batcher import MicroBatcher

@@ -1,7 +1,7 @@
-"""Host memory for copies of tensors: a few large blocks, which each save uses again.
+"""Host memory for copies of tensors, in a few large blocks that each save reuses.
 
 :class:`.host_copies.HostCopies` uses it in the process that trains. Each copy gets a piece of a
-block, for example three tensors of 100, 200 and 300 MiB a part of a 1 GiB block each.
+block. For example, three tensors of 100, 200 and 300 MiB may share one block of 1 GiB.
 
 Pinned memory is expensive: the system can neither swap nor drop it, and torch's allocator rounds
 each block up to a power of two and keeps freed blocks. So the blocks are powers of two from the

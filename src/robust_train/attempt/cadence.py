@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable
 
-from robust_train.config.placeholders import SavePlan
+from robust_train.config.training_plans import SavePlan
 
 SHORTEST_SECONDS = 10.0
 LONGEST_SECONDS = 300.0

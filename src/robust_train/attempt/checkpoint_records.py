@@ -19,7 +19,7 @@ from pathlib import Path
 
 from robust_train.attempt.cadence import LARGEST_SHARE, SaveClock
 from robust_train.attempt.data_position import Batches
-from robust_train.config.placeholders import SavePlan
+from robust_train.config.training_plans import SavePlan
 from robust_train.folder.checkpoint_files import content_of, damage_in, size_of
 from robust_train.folder.checkpoint_writing import CheckpointError
 from robust_train.folder.checkpoints import (

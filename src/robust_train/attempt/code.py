@@ -1,4 +1,4 @@
-"""Record the user's source files, and warn if they have changed since the job started.
+"""Records the user's source files, and warns if they have changed since the job started.
 
 :mod:`.interpreter` uses :class:`Code` in the process that trains. The first attempt of a launch
 records each imported module in ``code.jsonl``, with its file and digest. For a script it records
@@ -31,17 +31,16 @@ _MOST_NAMES = 8  # in a warning
 
 @dataclass(frozen=True)
 class _Source:
-    """A line of ``code.jsonl``: a module when it was first imported. The name of a script's file is
-    its path."""
+    """A line of ``code.jsonl``: a module or a script's file, when an attempt first used it."""
 
-    name: str
+    name: str  # the module's name, or the path of a script's file
     path: str
     digest: str
-    attempt: int
+    attempt: int  # number of the attempt
 
 
 class Code:
-    """Records the source files that an attempt uses. Only rank 0 does."""
+    """Records the source files that an attempt uses, on rank 0. Other ranks do nothing."""
 
     def __init__(self, request: AttemptRequest, rank: int) -> None:
         self._request = request
@@ -60,7 +59,7 @@ class Code:
             return
         files = dict(find_user_modules())
         files |= {path: path for path in program if _is_source(path)}
-        # The attempt that used another version of a file, by the path of the file.
+        # By path of a changed file, the number of the attempt that used another version.
         changed: dict[str, int] = {}
         for name in files.keys() - self._seen:
             path = files[name]
@@ -78,6 +77,7 @@ class Code:
             self._log_changes(changed)
 
     def _has_changed(self, source: _Source) -> bool:
+        """Return whether a file differs from its record, and that is news to the user."""
         before = self._recorded.get(source.name)
         if before is None or before.digest == source.digest:
             return False

@@ -1,8 +1,9 @@
-"""The process of an attempt, or of one rank: it waits for the launcher, and runs the trainer.
+"""The main program of an attempt's process, or of one rank's process.
 
-``children.interpreters`` starts the process early, in the launcher. It gets messages over a socket:
-a :class:`Preparation` names modules to import while it waits, and :class:`Begin` is its attempt,
-after which it ends. This module does not import torch, which is left to the trainer.
+The launcher starts the process early, in ``children.interpreters``, and sends it messages over a
+socket. A :class:`Preparation` names modules to import while the process waits. A :class:`Begin` has
+the attempt to run, after which the process ends. This module does not import torch, because that is
+left to the trainer.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ _AT_THE_START = frozenset(sys.modules)
 """The modules that every interpreter imports. All other modules are reported to the launcher, which
 lets the next interpreter import them early."""
 
-_MOST_DESCRIPTORS = 16  # with one message
-# Between two imports, a standby pauses as long as the last import took, but at most this long.
+_MOST_DESCRIPTORS = 16  # in one message
+# After each import, a standby process pauses as long as the import took, but at most this long.
 _LONGEST_PAUSE_SECONDS = 1.0
 
 
@@ -130,7 +131,10 @@ def _receive(channel: socket.socket) -> list[int]:
 
 
 def _prepare(wanted: Preparation, channel: socket.socket) -> Prepared:
-    """Import modules quietly until the launcher sends its next message."""
+    """Import modules quietly until the launcher sends its next message.
+
+    Once an import has started the CUDA driver, the process is unfit for an attempt.
+    """
     sys.path[:] = wanted.path
     sys.argv[:] = wanted.argv
     if wanted.is_standby:
@@ -182,7 +186,7 @@ def _import_quietly(name: str) -> None:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Discard output within the block. Otherwise the output of an import would appear between the
+    """Discard output within the block. Otherwise the output of an import would appear among the
     lines of another attempt."""
     flush_output()
     kept = [os.dup(number) for number in (1, 2)]
@@ -259,8 +263,8 @@ class _Reporter:
     def __init__(self, request: AttemptRequest, send: EventSender, rank: int) -> None:
         self._request = request
         self._rank = rank
-        self._reported = 0
-        self._trains = False
+        self._reported = 0  # number of libraries that were sent
+        self._trains = False  # whether the first step is done
         self._code = Code(request, rank)
         self.send = send
 
@@ -282,9 +286,10 @@ class _Reporter:
         return trainer
 
     def _report_imports(self) -> None:
+        """Record the user's source files, and send the names of newly imported libraries."""
         trainer = self._request.config.trainer
         folder = os.path.abspath(trainer.cwd or "")
-        # A word of a script's command may be a file, also behind an option: --config=rates.yaml
+        # Any word of a script's command may be a file, even after an option: --config=rates.yaml.
         words = [word.rpartition("=")[2] for word in trainer.argv or ()]
         self._code.record([os.path.join(folder, word) for word in words])
         names = _installed_modules()

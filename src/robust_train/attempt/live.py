@@ -22,7 +22,7 @@ from robust_train.attempt.reports import Report, Reports
 from robust_train.attempt.saves import Saves
 from robust_train.attempt.speed import SpeedMeter
 from robust_train.attempt.stops import Stops
-from robust_train.config.placeholders import MicroBatchPlan, SavePlan, SplitRule
+from robust_train.config.training_plans import MicroBatchPlan, SavePlan, SplitRule
 from robust_train.folder.checkpoint_writing import CheckpointError, Content
 from robust_train.folder.checkpoints import Position
 from robust_train.host.votes import Flags, OneRank

@@ -22,15 +22,8 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from robust_train.compat import importing_main
-from robust_train.config.trainers import (
-    MAIN_MODULE,
-    VARIADIC,
-    LaunchReached,
-    MainModule,
-    TrainerRef,
-    own_signature,
-    signature_of,
-)
+from robust_train.config.signatures import VARIADIC, own_signature, signature_of
+from robust_train.config.trainers import MAIN_MODULE, LaunchReached, MainModule, TrainerRef
 from robust_train.failures.shortage import explain_failed_import
 from robust_train.model.errors import ConfigError
 from robust_train.readable import named_line

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from robust_train.attempt.reports import Reports
 from robust_train.attempt.speed import SpeedMeter
-from robust_train.config.placeholders import MicroBatchPlan, SplitRule
+from robust_train.config.training_plans import MicroBatchPlan, SplitRule
 from robust_train.model.events import Event, MicroBatchChanged, MicroBatchExhausted, SplitChecked
 from robust_train.model.failure import Failure
 

@@ -1,4 +1,4 @@
-"""The output of attempts: it is shown at once, and kept in a log file. Its end is evidence.
+"""Shows the output of attempts, and keeps it in a log file. Its end is evidence of a failure.
 
 :class:`.interpreters.Interpreters` holds one :class:`OutputPump` in the launcher, which gives the
 interpreters their standard streams. If the launcher writes to a terminal, the attempts get a
@@ -27,18 +27,18 @@ from robust_train.host.loggers import standard_error, standard_output
 from robust_train.host.streams import descriptor_of, flush_output
 
 _TAIL_BYTES = 16_384
-# At most this many blocks are read in turn, because signals and events have to be handled as well.
+# At most this many blocks are read in a row, so that signals and events are handled in between.
 _MOST_READS = 16
 _PIPE_BYTES = 1 << 20
 _LONGEST_LINE_BYTES = 1 << 20
 _BAR_SECONDS = 1.0
-"""How often the log gets the state of a line that is still being rewritten."""
+"""Pause after which the log gets the state of a line again that is still being rewritten."""
 
 
 class OutputStream:
-    """The standard output or error of the child processes, which goes on to the launcher's stream.
+    """The standard output or error of the child processes, for the launcher's stream.
 
-    It is a terminal if the launcher's stream is a terminal, else a pipe. If the launcher's two
+    It is a terminal if the launcher's stream is a terminal, otherwise a pipe. If the launcher's two
     streams are the same file, the child's two streams share one object, which keeps the order of
     the output.
 
@@ -76,11 +76,10 @@ class OutputStream:
                 _end_input(self.read_fd, self.child_fd)
 
     def read(self) -> bytes:
-        """Return the output that has arrived, empty if there is none."""
+        """Return the output that has arrived, empty if none has."""
         try:
             return os.read(self.read_fd, 1 << 16)
-        # Nothing has arrived, or the child's side of the terminal is closed (EIO).
-        except OSError:
+        except OSError:  # Nothing has arrived, or the child's side of the terminal is closed (EIO).
             return b""
 
     def show(self, data: bytes) -> None:
@@ -92,7 +91,7 @@ class OutputStream:
             self._ours.write(self._decode(data))
 
     def settle(self) -> None:
-        """Let an unfinished line scroll up like a finished line."""
+        """End an unfinished line, so that it scrolls up like a finished line."""
         if self._target >= 0:
             screen.end_line(self._target, source=self)
 
@@ -189,8 +188,8 @@ class OutputPump:
         return has_moved
 
     def drain(self) -> None:
-        """Pass on the remaining output after the child has ended. A terminal delivers it a little
-        later."""
+        """Pass on the remaining output after the child has ended. A terminal delivers output with a
+        short delay."""
         while wait_until_readable(self.descriptors, 0.02) and self.move():
             pass
 

@@ -1,4 +1,4 @@
-"""``robust-train run [OPTIONS] -- PROGRAM [ARGUMENT …]``: runs a script under the launcher.
+"""Runs a script under the launcher: ``robust-train run [OPTIONS] -- PROGRAM [ARGUMENT …]``.
 
 The options become values of config keys, and PROGRAM becomes ``trainer.argv``. The command's own
 process becomes the launcher.
@@ -24,6 +24,8 @@ from robust_train.config.placeholders import PLACEHOLDERS, literal, placeholders
 from robust_train.model.events import Json
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
     from robust_train.config.schema import RobustConfig
 
 log = logging.getLogger("robust_train")
@@ -41,7 +43,7 @@ exit codes: 0 completed, 1 the script failed, 2 wrong usage or configuration,
 """
 
 
-# The option that sets a key, by key. For a flag, the key is followed by its value.
+# The option that sets a key, by key. For a flag, the key includes a value, as in `detach=true`.
 _OPTIONS = {option.key: option.names[0] for option in COMMANDS["run"].options if option.key}
 _OPTIONS["trainer.argv"] = "PROGRAM"
 
@@ -143,7 +145,7 @@ def _default_batch_sizes(arguments: Namespace, used: Collection[str]) -> dict[st
 
 
 def _run_job(arguments: Namespace, values: dict[str, Json]) -> int:
-    """Run the job, and return its exit code. A mistake in the options or keys is printed."""
+    """Run the job, and return its exit code. If the job is refused, print the reason."""
     from omegaconf import OmegaConf
 
     from robust_train.attempt.script.check import check_command
@@ -170,7 +172,8 @@ def _run_job(arguments: Namespace, values: dict[str, Json]) -> int:
         if detach.must_detach(config):
             return detach.start()
         plan = plan_launch(None, cfg, arguments.run_dir)
-        # The job locks the run folder. Nothing is written before, because a live job may hold it.
+        # Creating the job locks the run folder. Until then nothing may be written into it, because
+        # another job may hold it.
         job = Job(plan, make_driver(plan), show_end=functools.partial(show_end, print_failure))
         _log_into(plan.run_dir)
         for warning in _warnings(arguments, config, plan.values_used):
@@ -179,13 +182,7 @@ def _run_job(arguments: Namespace, values: dict[str, Json]) -> int:
             log.info(
                 "--resume-argv has no {checkpoint}: the script finds its newest checkpoint itself"
             )
-        try:
-            # Where Hydra saves the config of a job.
-            (plan.run_dir / ".hydra").mkdir(exist_ok=True)
-            OmegaConf.save(cfg, plan.run_dir / ".hydra" / "config.yaml")
-        except OSError as error:
-            # On a full disk, only this record is lost.
-            log.warning("cannot write %s: %s", plan.run_dir, error.strerror)
+        _save_config(cfg, plan.run_dir)
         return exit_code_of(job.run())
     except JobInterrupted as error:
         return error.exit_code
@@ -195,6 +192,18 @@ def _run_job(arguments: Namespace, values: dict[str, Json]) -> int:
         if job is not None and arguments.run_dir is None:
             remove_refused(job.plan.run_dir)
         return refusals.exit_code_of(error)
+
+
+def _save_config(cfg: DictConfig, run_dir: Path) -> None:
+    """Save the config in the run folder, in the place where Hydra saves it for other jobs."""
+    from omegaconf import OmegaConf
+
+    try:
+        (run_dir / ".hydra").mkdir(exist_ok=True)
+        OmegaConf.save(cfg, run_dir / ".hydra" / "config.yaml")
+    except OSError as error:
+        # On a full disk, only this record is lost.
+        log.warning("cannot write %s: %s", run_dir, error.strerror)
 
 
 def _name_options(line: str, arguments: Namespace) -> str:

@@ -1,8 +1,8 @@
-"""Refers to a trainer so that another process can import it, and names jobs after their trainers.
+"""Refers to trainers, so that another process can import them, and names jobs after trainers.
 
-The launcher creates a :class:`TrainerRef` from the callable or dotted path that it was given. The
-attempt's process imports the trainer by that reference, or unpickles it if it was defined in a
-notebook, for example.
+The launcher creates a :class:`TrainerRef` from a callable or its dotted path. The attempt's process
+imports the trainer by that reference, or unpickles it if no other process can import it, for
+example a trainer from a notebook.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.machinery import PathFinder
 from operator import attrgetter
 from pathlib import Path
-from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
-from robust_train.compat import is_importing_main, signature_as_written
+from robust_train.compat import is_importing_main
 from robust_train.model.errors import ConfigError
 from robust_train.readable import first_line
 
@@ -30,9 +28,9 @@ if TYPE_CHECKING:
     from robust_train.config.schema import RobustConfig
 
 MAIN_MODULE = "__mp_main__"
-"""The name of a script's module while an attempt imports it, so that its ``__main__`` guard does
-not run. :mod:`multiprocessing` uses the same name, and so finds the objects that an attempt sends.
-"""
+"""The name of a script's module while an attempt imports it, so that the code under its guard
+``if __name__ == "__main__":`` does not run. :mod:`multiprocessing` uses the same name, so it can
+unpickle an attempt's objects."""
 
 PROGRAM_FILE = re.compile(r"\w\.(?:py|sh|bash|pl|R|r|jl|rb|js|lua|m)$")
 
@@ -52,14 +50,14 @@ class MainModule:
         if file is None or not os.path.isfile(file):
             return None
         name = getattr(getattr(main, "__spec__", None), "name", "")
-        # A folder or an archive that Python runs has no module of that name.
+        # A folder or an archive that Python runs is named "__main__", which cannot be imported.
         return cls(os.path.abspath(file), "" if name == "__main__" else name)
 
 
 @dataclass(frozen=True)
 class TrainerRef:
-    """A reference to a trainer: by its name, or by its pickled value if it has no name that another
-    process can import, for example in a notebook."""
+    """A reference to a trainer by its name, or by its pickled value if no other process can import
+    the name."""
 
     path: str  # dotted path of the callable, `package.module.function`
     # The script that defines the callable, if it was defined in `__main__`.
@@ -107,15 +105,15 @@ class TrainerRef:
         """
         parts = self.path.split(".")
         if not all(part.isidentifier() for part in parts) or len(parts) < 2:
-            raise self.refused("accepted is the dotted path of a function, package.module.function")
+            raise self.refused("must be the dotted path of a function, package.module.function")
         return parts
 
     def refused(self, why: str) -> ConfigError:
-        """Return the refusal of this trainer."""
+        """Return the error for a trainer that cannot be used."""
         return ConfigError(f"trainer._target_={self.path}: {why}")
 
     def no_module(self) -> ConfigError:
-        """Return the refusal of a path that leads to no module."""
+        """Return the error for a path whose module does not exist."""
         return self.refused(
             f"no module {self.path.partition('.')[0]!r} on the Python path; start the command in "
             "its folder or set PYTHONPATH"
@@ -152,8 +150,8 @@ def end_import_at_launch(trainer: Trainer | None) -> None:
 
 
 def _is_found(trainer: object, module: str, name: str) -> bool:
-    """Return whether the trainer's name refers to the trainer. The name of a bound method or of a
-    decorated copy does not."""
+    """Return whether a name in a module refers to the trainer itself. The name of a bound method or
+    of a decorated copy refers to another object."""
     try:
         return bool(attrgetter(name)(sys.modules[module]) == trainer)
     except (KeyError, AttributeError):
@@ -180,6 +178,11 @@ def _defines(main: MainModule, trainer: Callable[..., Any]) -> bool:
 
 
 def _pickle(trainer: Callable[..., Any]) -> bytes:
+    """Pickle a trainer by value.
+
+    Raises:
+        ConfigError: the trainer uses an object that cannot be pickled.
+    """
     import cloudpickle
 
     try:
@@ -193,74 +196,6 @@ def _pickle(trainer: Callable[..., Any]) -> bytes:
 
 
 Trainer = str | Callable[..., Any]
-
-
-def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature with which a callable can really be called.
-
-    `inspect.signature` would return the signature of the function that :func:`functools.wraps`
-    names. It is returned here only if the wrapper passes all arguments on (``*args``).
-
-    Raises:
-        TypeError, ValueError: the callable has no signature, like some callables in C.
-    """
-    signature = own_signature(function)
-    kinds = {parameter.kind for parameter in signature.parameters.values()}
-    wrapped = _wrapped_by(function)
-    if wrapped is None or kinds.isdisjoint(VARIADIC):
-        return signature
-    return signature_of(wrapped)
-
-
-VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-
-
-def own_signature(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of a callable itself, not of the function that it wraps.
-
-    Raises:
-        TypeError, ValueError: like :func:`signature_of`.
-    """
-    bare = _drop_copied_signature(function)
-    return signature_as_written(bare, follow_wrapped=False)
-
-
-def _drop_copied_signature(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a callable without a ``__signature__`` that ``functools.wraps`` copied."""
-    if isinstance(function, partial):
-        inner = _drop_copied_signature(function.func)
-        return partial(inner, *function.args, **function.keywords)
-    if isinstance(function, MethodType):
-        return MethodType(_drop_copied_signature(function.__func__), function.__self__)
-    copied = getattr(function, "__signature__", None)
-    wrapped = getattr(function, "__wrapped__", None)
-    if copied is not getattr(wrapped, "__signature__", None):
-        return function
-    if copied is None or not isinstance(function, FunctionType):
-        return function
-    bare = FunctionType(
-        function.__code__, {}, argdefs=function.__defaults__, closure=function.__closure__
-    )
-    bare.__kwdefaults__ = function.__kwdefaults__
-    return bare
-
-
-def _wrapped_by(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Return the callable that a callable wraps, bound to the same object and arguments, or
-    None."""
-    if isinstance(function, partial):
-        inner = _wrapped_by(function.func)
-        if inner is None:
-            return None
-        return partial(inner, *function.args, **function.keywords)
-    if isinstance(function, MethodType):
-        inner = _wrapped_by(function.__func__)
-        return None if inner is None else MethodType(inner, function.__self__)
-    wrapped: Callable[..., Any] | None = getattr(function, "__wrapped__", None)
-    call = getattr(type(function), "__call__", None)  # noqa: B004
-    if wrapped is None and isinstance(call, FunctionType):
-        return _wrapped_by(MethodType(call, function))
-    return wrapped
 
 
 def target_of(config: RobustConfig) -> str:
@@ -309,7 +244,7 @@ def job_name(
     target: str | None = None,
     argv: Sequence[str] | None = None,
 ) -> str:
-    """Return a name for a job: the first of these that is known.
+    """Return a name for a job, the first known name in this list.
 
     1. The user's ``job_name``.
     2. Model and dataset, such as ``lora_flowers102``.
@@ -326,7 +261,8 @@ def job_name(
     if chosen:
         return str(chosen)
     is_built_in = target is None or target.startswith("robust_train.vision.")
-    # Our defaults are also in the config of a user's own trainer, where they mean nothing.
+    # The defaults of model and dataset are also in the config of a user's own trainer, which does
+    # not use them.
     if is_built_in or (model, dataset) != ("cnn", "digits"):
         parts = [str(part) for part in (model, dataset) if part not in (None, "", "none")]
         if parts:

@@ -1,6 +1,9 @@
-"""How a key is declared, and the functions that read its value: types, ranges, choices and errors.
+"""Declares config keys, and checks and converts their values.
 
-``config/schema.py`` and the features' ``model.py`` declare their keys with it. Pure.
+``config/schema.py`` and the features' ``model.py`` declare their keys by :func:`key`. Every process
+that reads a config calls :meth:`Declaration.value` for each key. Some keys accept several types,
+and name one of the functions below as ``read``, which converts a value to the type of the code.
+Pure.
 """
 
 from __future__ import annotations
@@ -31,10 +34,10 @@ the environment of attempts, whose program may use Hydra itself."""
 
 @dataclass(frozen=True)
 class Range:
-    """The accepted numbers of a key, in words and as a test."""
+    """The range of numbers that a key accepts."""
 
-    words: str
-    has: Callable[[float], bool]
+    words: str  # for messages and the page of keys
+    has: Callable[[float], bool]  # whether a number is in the range
 
 
 FROM_0 = Range("0 or more", lambda value: value >= 0)
@@ -48,18 +51,18 @@ POSITIVE_SHARE = Range("more than 0 and at most 1", lambda value: 0 < value <= 1
 class Declaration:
     """A key's declaration, in addition to its type and its default."""
 
-    meaning: str  # one sentence: a comment in YAML, and the page of keys
+    meaning: str  # one sentence, for the comment in YAML and the page of keys
     more: str = ""  # more text for the page of keys only
     unit: str = ""
     range: Range | None = None
     choices: tuple[object, ...] = ()
-    # The default as it is written, if the typed value differs: `auto` is None in the code.
+    # The default as users write it, if the value in the code differs. `auto` is None in the code.
     written: object = ...
     follows: str = ""  # another key, whose value is the default
     # The accepted types in words, if there are several. `read` converts them to one type.
     accepts: str = ""
     read: Callable[[str, Any], Any] | None = None
-    section: str = ""  # the section of the page that starts with this key
+    section: str = ""  # the section of the page of keys that starts with this key
     is_secret: bool = False
 
     @property
@@ -86,7 +89,7 @@ class Declaration:
         if self.range is None:
             return given
         try:
-            # By its text, because float() would accept a boolean.
+            # The text is converted, because float() would accept a boolean.
             number = float(str(given))
         except ValueError:
             auto = f" or {AUTO}" if self.written == AUTO else ""
@@ -111,7 +114,7 @@ def key(default: Any, meaning: str, **declared: Any) -> Any:
 
 
 def group(cls: type, section: str = "") -> Any:
-    """Declare a group of keys. ``section`` is their section of the page."""
+    """Declare a group of keys. ``section`` is their section of the page of keys."""
     return field(default_factory=cls, metadata={"group": cls, "section": section})
 
 
@@ -122,7 +125,7 @@ def open_group(cls: type) -> Any:
 
 def integer_or_auto(name: str, given: Any) -> int | None:
     """Return an integer, or None for ``auto``."""
-    # The value of an environment variable is text.
+    # A value from an environment variable is text.
     if isinstance(given, str):
         text = given.strip().lower()
         if text == AUTO:
@@ -144,7 +147,7 @@ def device_name(name: str, given: Any) -> str:
 
 
 def words(name: str, given: Any) -> tuple[str, ...]:
-    """Return the words of a list, or of a string as a shell splits it."""
+    """Return the words of a list, or of a string, which is split as a shell splits it."""
     if not isinstance(given, str):
         return words_of_list(name, given)
     try:
@@ -177,7 +180,7 @@ def truth_or_path(name: str, given: Any) -> bool | str:
     if isinstance(given, bool):
         return given
     if isinstance(given, str):
-        # The value of an environment variable is text.
+        # A value from an environment variable is text.
         booleans = {"true": True, "false": False}
         if given.lower() in booleans:
             return booleans[given.lower()]

@@ -1,10 +1,10 @@
 """Finds the error in a program's output that explains why its process ended.
 
-`exits` uses it for a process that left no report. Pure.
+In the launcher, :mod:`.exits` uses it for a process that ended without reporting its failure. Pure.
 
-Where the reason stands depends on the end. Python prints a traceback. Native code that a signal
-ended prints a line such as ``terminate called after throwing …``. Other programs print an error
-among their last lines.
+The form of the error depends on how the process ended. Python prints a traceback. Native code that
+a signal ended prints a line such as ``terminate called after throwing …``. Other programs print an
+error among their last lines.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ _HEADLINE_LENGTH = 300
 def find_last_error(output: str, lines: list[str], *, is_native: bool) -> MatchedReport | None:
     """Return the error that explains why the process ended, None if no known error does.
 
-    A traceback counts alone, unless it only says that a child process failed: the program may have
-    overcome errors that it logged before.
+    If the output has a traceback, only the traceback counts, because the program may have recovered
+    from errors that it logged before. The exception is a traceback that only says that a child
+    process failed.
 
     Args:
         output: the end of the output.
@@ -91,8 +92,8 @@ def find_last_error(output: str, lines: list[str], *, is_native: bool) -> Matche
 
 
 def _lines_of_native_error(lines: list[str]) -> list[str]:
-    """Return the lines from the native error on. Without such an error, return the lines that may
-    explain the end."""
+    """Return the lines from the first native error to the end. If there is no native error, return
+    the lines that may explain the end."""
     for number, line in enumerate(lines):
         if NATIVE_ERROR.search(line):
             return lines[number:]
@@ -107,6 +108,7 @@ def _without_chatter(lines: list[str]) -> list[str]:
 def _find_matches(
     reports: Sequence[ErrorReport], stack: str
 ) -> Iterator[tuple[ErrorReport, Match | None]]:
+    """Yield each report with its match, which the ``stack`` of a traceback makes more precise."""
     for report in reports:
         match = find_match(report)
         if report.types:
@@ -122,8 +124,8 @@ def has_corrupted_memory(text: str) -> bool:
 def make_report(lines: list[str]) -> ErrorReport:
     """Return the report of an error that is logged in these lines, without a traceback.
 
-    Names of programming errors are left out: such a name in a log does not make the whole text a
-    bug.
+    Names of programming errors are left out, because such a name in a log does not prove that the
+    process ended by a bug.
     """
     text = one_line(lines)
     types: list[str] = []

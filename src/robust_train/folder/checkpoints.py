@@ -1,10 +1,11 @@
 """Records checkpoints in manifests, and finds the newest whole checkpoint of a job.
 
-A manifest is a small file next to a checkpoint that names its job, step, size and checksum. The
-attempt's process writes both, and the launcher reads the manifests to decide from which checkpoint
-the job resumes. A checkpoint that is missing, or has another size or checksum than its manifest, is
-not whole. A checkpoint without a manifest, which a full disk may have prevented, is never removed.
-A job resumes from it if it is whole and its name has a later step.
+A manifest is a small file with a checkpoint's job, step, size and checksum. The attempt's process
+writes both, and the launcher reads the manifests to decide from which checkpoint the job resumes. A
+checkpoint is not whole if it is missing, or if its size or checksum differs from its manifest.
+
+A full disk may have prevented the manifest of a checkpoint. A checkpoint without a manifest is
+never removed, and a job resumes from it if it is whole and its name has a later step.
 """
 
 from __future__ import annotations
@@ -40,12 +41,14 @@ log = logging.getLogger("robust_train")
 
 SUFFIX = ".manifest.json"
 SCHEMA = 1
-_MOST = 1000  # manifests that are kept, for a trainer that never removes a checkpoint
+# At most this many manifests are kept for a trainer that never removes a checkpoint.
+_MOST_MANIFESTS = 1000
 _GONE = (FileNotFoundError, NotADirectoryError)
 
-# The state of a checkpoint. "changed": changed since its manifest was written, in a format that
-# does not show whether it is whole.
 State = Literal["whole", "changed", "torn", "gone"]
+"""The state of a checkpoint. ``changed``: it has changed since its manifest was written, and its
+format does not show whether it is whole. ``torn``: it is incomplete. ``gone``: it does not exist.
+"""
 
 
 @dataclass(frozen=True)
@@ -84,8 +87,8 @@ class Manifest:
     bytes: int = 0  # total size of its files
     # Seconds for which saving delayed training, None if not measured.
     seconds: float | None = None
-    # The loss at that step: `finite`, `proven` if it stayed finite after that, `diverged` even if
-    # that was noticed later, or `unknown`. `damaged` means that a script could not read the file.
+    # The loss at that step: `finite`, `proven` if it stayed finite afterwards, `diverged` (also if
+    # that was noticed later), or `unknown`. `damaged` means that a script could not read the file.
     loss: str = "unknown"
     position: Position = START
     checksum: int | None = None  # of `checksum_of`; None if an earlier version saved it
@@ -108,7 +111,7 @@ def record_checkpoint(folder: Path, new: Manifest) -> None:
 
     Args:
         folder: the run's folder of checkpoints. The checkpoint may be somewhere else.
-        new: the manifest without these figures.
+        new: the manifest, in which these three values are still missing.
 
     Raises:
         OSError: the checkpoint does not exist, or the manifest cannot be written.
@@ -130,12 +133,13 @@ def record_checkpoint(folder: Path, new: Manifest) -> None:
     for newer, other in enumerate(reversed(of_job(folder, new.job))):
         # The trainer itself may have removed an older checkpoint. A trainer that keeps all
         # checkpoints would leave too many manifests.
-        is_surplus = newer >= _MOST or not other.path.exists()
+        is_surplus = newer >= _MOST_MANIFESTS or not other.path.exists()
         if other.order < manifest.order and is_surplus:
             _file_of(folder, other.path).unlink(missing_ok=True)
 
 
 def _write(folder: Path, manifest: Manifest) -> None:
+    """Write a manifest into its file. A checkpoint in the same folder gets a relative path."""
     path = manifest.path
     written_path = str(path)
     if path.parent == folder.absolute():
@@ -145,12 +149,12 @@ def _write(folder: Path, manifest: Manifest) -> None:
 
 
 def mark(folder: Path, job: str, loss_of: Callable[[Manifest], str]) -> None:
-    """Update the manifests of ``job`` with the current knowledge of the loss at each checkpoint.
+    """Update :attr:`Manifest.loss` in the manifests of ``job``.
 
     Args:
         folder: the folder of checkpoints.
         job: the job's identity.
-        loss_of: returns the new value of `Manifest.loss`.
+        loss_of: returns the new value for a manifest.
     """
     for manifest in of_job(folder, job):
         loss = loss_of(manifest)
@@ -215,9 +219,10 @@ def pass_over_damaged(folder: Path, job: str, path: Path, *, lacks_file: bool = 
 
 
 def newest_checkpoint(folder: Path, job: str) -> Manifest | None:
-    """Return the newest whole checkpoint of ``job``, None if it has no whole checkpoint.
+    """Return the checkpoint from which ``job`` resumes, or None to start from the beginning.
 
-    The whole checkpoint is read, because a library may load damaged bytes without an error.
+    That is the newest whole checkpoint or, without a whole checkpoint, the newest changed one. The
+    file is read in full, because a library may load damaged bytes without an error.
 
     Raises:
         OSError: the folder, a manifest or a checkpoint cannot be read now.
@@ -237,8 +242,7 @@ def newest_checkpoint(folder: Path, job: str) -> Manifest | None:
                 if unlisted is not None:
                     return unlisted
             damage = damage_in(path, reads=True)
-            content = manifest.content
-            if not damage and content is not None and content != content_of(path):
+            if not damage and _has_other_content(manifest):
                 state = "changed"
         if damage:
             log.warning("checkpoint %s is damaged (%s) and is skipped", path, damage)
@@ -253,11 +257,16 @@ def newest_checkpoint(folder: Path, job: str) -> Manifest | None:
         text = "checkpoint %s has changed since it was reported; using it"
         log.warning(text, changed.path)
         return changed
-    return _find_unlisted(folder, Manifest(job, 0, -1, folder / _OURS))
+    return _find_unlisted(folder, Manifest(job, 0, -1, folder / _OWN_NAME))
 
 
-# A name of this package's own checkpoints.
-_OURS = "step-0.pt"
+def _has_other_content(manifest: Manifest) -> bool:
+    """Return whether a readable checkpoint differs from the content that was read back."""
+    return manifest.content is not None and manifest.content != content_of(manifest.path)
+
+
+# The form of the names of this package's own checkpoints.
+_OWN_NAME = "step-0.pt"
 
 
 def _find_unlisted(folder: Path, newest: Manifest) -> Manifest | None:
@@ -316,13 +325,13 @@ def rotate(folder: Path, job: str, keep: int) -> None:
         kept = good + whole[-keep:] + sorted(manifests, key=lambda manifest: manifest.time)[-1:]
         for manifest in manifests:
             is_older = whole and manifest.order < whole[-1].order
-            is_of_no_use = is_older or manifest.loss in USELESS
-            if is_of_no_use and manifest not in kept:
+            is_useless = is_older or manifest.loss in USELESS
+            if is_useless and manifest not in kept:
                 if manifest.path.is_dir():
                     shutil.rmtree(manifest.path)
                 manifest.path.unlink(missing_ok=True)
-                # The manifest is removed last, so that a checkpoint without a manifest, from which
-                # a job may resume, was never half removed.
+                # A job may resume from a checkpoint without a manifest. So the manifest is removed
+                # last, or that checkpoint might be half removed.
                 _file_of(folder, manifest.path).unlink(missing_ok=True)
     except OSError as error:
         log.warning("surplus checkpoints cannot be removed: %s", error)
@@ -381,6 +390,7 @@ def state_of(manifest: Manifest) -> State:
 
 
 def _read(file: Path) -> Manifest | None:
+    """Return the manifest in a file. If the file is not a manifest, warn and return None."""
     text = file.read_text(encoding="utf-8", errors="replace")
     try:
         manifest = from_json(Manifest, json.loads(text))
@@ -392,7 +402,8 @@ def _read(file: Path) -> Manifest | None:
 
 def _file_of(folder: Path, path: Path) -> Path:
     """Return the path of a checkpoint's manifest."""
-    elsewhere = f"-{zlib.crc32(os.fsencode(path)):08x}"
     if path.parent == folder.absolute():
-        elsewhere = ""
-    return folder / f"{path.name}{elsewhere}{SUFFIX}"
+        return folder / f"{path.name}{SUFFIX}"
+    # Checkpoints in other folders may have the same name.
+    digest = zlib.crc32(os.fsencode(path))
+    return folder / f"{path.name}-{digest:08x}{SUFFIX}"

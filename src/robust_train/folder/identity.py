@@ -257,7 +257,7 @@ def complete_job(run_dir: Path, job: str) -> None:
 
 
 def count_launch(run_dir: Path, job: str, by: int) -> None:
-    """Add ``by`` to the number of launches in a row of ``job`` without a new checkpoint."""
+    """Add ``by`` to the number of consecutive launches of ``job`` that saved no new checkpoint."""
 
     def change(identity: Identity) -> Identity:
         return replace(identity, launches=max(identity.launches + by, 0))

@@ -117,10 +117,11 @@ def resumed_by_hand(run_dir: Path) -> str:
 
 
 def repeated_with(folder: str) -> str:
-    """Return instructions to repeat a command that is not kept.
+    """Return instructions to repeat a command that is not recorded, because of a secret or a line
+    break.
 
     Args:
-        folder: the words of the command that name its folder.
+        folder: the option or override to add, which names the folder.
     """
     return f"the same command (not kept: it holds a secret or a line break) with {folder}"
 

@@ -36,8 +36,8 @@ def is_found(pattern: str, text: str) -> bool:
         why = f"the search process ended with {done.returncode}"
     except subprocess.TimeoutExpired:
         why = (
-            f"the search takes more than {LIMIT_SECONDS:g} s, "
-            "as with nested repetition such as (a+)+"
+            f"the search took more than {LIMIT_SECONDS:g} s, "
+            "perhaps because of nested repetition such as (a+)+"
         )
     except OSError as error:
         why = str(error)

@@ -187,7 +187,7 @@ class BatchLogs:
         if not is_count:
             self._warn_once(
                 name,
-                "self.log(%r, reduce_fx=%s): if a batch is split, its value is the %s of its "
+                "self.log(%r, reduce_fx=%s): for a split batch, the logged value is the %s of the "
                 "parts' values, which is right for a %s over samples, not for a mean",
                 name,
                 kind,

@@ -16,8 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from robust_train.attempt.run import Run, live_of
 from robust_train.config.checks import unchecked
-from robust_train.config.placeholders import SavePlan
 from robust_train.config.trainers import require
+from robust_train.config.training_plans import SavePlan
 from robust_train.model.errors import UserError
 from robust_train.model.events import BatchKept
 

@@ -1,7 +1,7 @@
-"""Runs a job as a guest of torchrun, srun, PyTorchJob or Ray Train: this process is one rank.
+"""Runs one rank of a job that torchrun, srun, PyTorchJob or Ray Train started.
 
 ``entry.launch`` creates a :class:`RankDriver` in each rank's process. The engine handles
-rendezvous, restarts and dead machines, so the guest starts no child process and chooses no GPU.
+rendezvous, restarts and dead machines, so the driver starts no child process and chooses no GPU.
 Rank 0 keeps the run folder and sends its decisions to the other ranks through a store. A rank that
 fails leaves its failure in ``ranks/`` (:mod:`.rank_failures`) before it ends. After the engine has
 restarted the ranks, rank 0 decides from those files how the job resumes.
@@ -23,9 +23,7 @@ from typing import TYPE_CHECKING, Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from robust_train.compat import when_cuda_starts
 from robust_train.config.attempt import AttemptRequest, guest_config
-from robust_train.config.schema import RobustConfig
 from robust_train.config.trainers import Trainer
 from robust_train.folder.hydra_state import changes_each_time, run_folder
 from robust_train.folder.identity import Beginning
@@ -39,10 +37,11 @@ from robust_train.launcher.driver import Driver
 from robust_train.launcher.ending import add_ending
 from robust_train.launcher.inline import InlineExecutor, load_trainer, shield_workers
 from robust_train.launcher.plan import Plan, plan_job
+from robust_train.launcher.rank_devices import RankDevices
 from robust_train.launcher.rank_failures import EarlierStart, RankFailures
 from robust_train.launcher.request import build_request
 from robust_train.model.attempt import Attempt
-from robust_train.model.errors import ConfigError, NoDeviceError
+from robust_train.model.errors import ConfigError
 from robust_train.model.events import Event, Failed
 from robust_train.model.failure import FailureKind
 from robust_train.model.feature import Feature
@@ -52,7 +51,6 @@ from robust_train.policy.context import Offers
 from robust_train.policy.decide import Remedies, decide, first_attempt, share_among
 from robust_train.policy.first_size import choose_first_size
 from robust_train.policy.settings import PolicySettings
-from robust_train.queue.devices import Devices
 from robust_train.queue.waiting import WaitStatus
 
 if TYPE_CHECKING:
@@ -67,7 +65,7 @@ _POLL_SECONDS = 0.05
 
 
 class RankDriver(Driver):
-    """Runs one rank of an engine's job. Rank 0 also is the driver of a :class:`.job.Job`.
+    """Runs one rank of an engine's job. On rank 0, it is also the driver of a :class:`.job.Job`.
 
     Args:
         guest: this process's rank, and its engine.
@@ -186,7 +184,7 @@ class RankDriver(Driver):
             self._store.set("start", json.dumps(start))
 
     def decide_first(self, beginning: Beginning, policy: PolicySettings, gpus: Group) -> Retry:
-        """Return the decision after the last start, and send it to the other ranks."""
+        """Decide how this start of the ranks begins, and send the decision to the other ranks."""
         # The engine decides on devices and the number of ranks, so no remedy may change them.
         config = replace(
             policy.config.without("min_num_gpus"),
@@ -200,8 +198,7 @@ class RankDriver(Driver):
         spec, why = choose_first_size(policy, (), spec)
         first = Retry(spec, "start", why)
         is_fresh = False
-        failures = RankFailures(self.plan.run_dir)
-        history = failures.read_history(beginning.job, gpus)
+        history = RankFailures(self.plan.run_dir).read_history(beginning.job, gpus)
         if history:
             decided = self._decide_after(history, policy)
             is_fresh = decided is None
@@ -209,6 +206,14 @@ class RankDriver(Driver):
             # The engine may have started more or fewer ranks than last time.
             spec = share_among(policy, first.spec, self.guest.world_size)
             first = replace(first, spec=spec)
+        self._record_start(beginning, first.spec, is_fresh=is_fresh)
+        return first
+
+    def _record_start(self, beginning: Beginning, spec: AttemptSpec, *, is_fresh: bool) -> None:
+        """Write this start into ``ranks/`` for the next one, and send it to the other ranks.
+
+        With ``is_fresh``, earlier attempts no longer count.
+        """
         number = beginning.attempts + 1
         checkpoint = None
         if beginning.checkpoint is not None:
@@ -218,12 +223,11 @@ class RankDriver(Driver):
             "run_dir": str(self.plan.run_dir),
             "number": number,
             "checkpoint": checkpoint,
-            "spec": replace(first.spec, gpus=()).fields_as_json(),
-            "is_fresh": is_fresh,  # whether earlier attempts no longer count
+            "spec": replace(spec, gpus=()).fields_as_json(),
+            "is_fresh": is_fresh,
         }
-        failures.write(f"attempt-{number}.json", start)
+        RankFailures(self.plan.run_dir).write(f"attempt-{number}.json", start)
         self._publish(start)
-        return first
 
     def _decide_after(
         self, history: Sequence[EarlierStart], policy: PolicySettings
@@ -231,10 +235,11 @@ class RankDriver(Driver):
         """Return the decision after the last start.
 
         Returns:
-            The decision, or None if nothing can be tried but the user started the job again.
+            The decision, or None to start afresh: nothing is left to try, but the user started the
+            job again or has changed the code that failed.
 
         Raises:
-            ConfigError: nothing can be tried, and the engine restarted the ranks by itself.
+            ConfigError: nothing is left to try, and the engine restarted the ranks by itself.
         """
         last = history[-1]
         spec = last.attempt.spec
@@ -258,7 +263,7 @@ class RankDriver(Driver):
 
     def _follow(self, explain: Callable[[Summary], object]) -> Summary:
         """Run a rank other than rank 0, in the run folder that rank 0 names."""
-        # Lines that every rank repeats would hide the lines that differ.
+        # If every rank repeated the same lines, they would hide the lines that differ.
         log.setLevel(logging.WARNING)
         start = self._await_start()
         signals = SignalWatch()
@@ -317,8 +322,8 @@ class RankDriver(Driver):
 def _open_store(guest: GuestRank) -> Store:
     """Open a store for this start alone. The trainer's process group uses it as well.
 
-    torchrun keeps its store over restarts with all its content, including the addresses of ranks
-    that have ended. So rank 0 opens another store, and publishes its port in torchrun's store.
+    torchrun keeps the content of its store across restarts, including the addresses of ranks that
+    have ended. So rank 0 opens another store, and publishes its port in torchrun's store.
     """
     from torch.distributed import TCPStore, rendezvous  # type: ignore[attr-defined]
 
@@ -345,50 +350,6 @@ def _open_store(guest: GuestRank) -> Store:
     os.environ["MASTER_PORT"] = str(store.port)
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     return store
-
-
-class RankDevices(Devices):
-    """Reserves the GPU of one rank, whose number is the local rank, in the host's queue."""
-
-    def __init__(
-        self, guest: GuestRank, config: RobustConfig, job_name: str, run_dir: Path
-    ) -> None:
-        super().__init__(replace(config, num_gpus=1), job_name, os.environ, run_dir, time.sleep)
-        self._guest = guest
-
-    def acquire(self, fewer: Sequence[int] = ()) -> Group:
-        """Reserve the rank's GPU and return it, or return no GPU if the rank trains on the CPU.
-
-        Without a queue the rank uses the GPU without a reservation, after a warning.
-        """
-        group = self._find_gpu()
-        device = group[0].uuid if group else "cpu"
-        self._config = replace(
-            self._config,
-            device=device,
-            auto_device=False,
-            wait_for_gpu=False,
-            allow_cpu_fallback=False,
-        )
-        try:
-            super().acquire()
-        except (ConfigError, NoDeviceError) as error:
-            log.warning("%s is used without a reservation: %s", self._config.device, error)
-        return group
-
-    def _find_gpu(self) -> Group:
-        """Return the rank's GPU, or no GPU if the rank trains on the CPU."""
-        if not self._config.picks_gpu and self._config.device == "cpu":
-            return ()
-        visible = self._read(False)
-        if not visible.gpus:
-            return self._without_gpus(visible)
-        import torch
-
-        number = self._guest.local_rank % len(visible.gpus)
-        # A trainer that names the device just "cuda" gets this GPU.
-        when_cuda_starts(torch, lambda: torch.cuda.set_device(number))
-        return (visible.gpus[number],)
 
 
 def _run_dir(guest: GuestRank, given: str | Path | None) -> Path:

@@ -32,7 +32,7 @@ from robust_train.policy.settings import PolicySettings
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What surrounds a job: a sweep, or a terminal that no other job uses."""
+    """The surroundings of a job: its sweep, and whether it has the terminal to itself."""
 
     sweep_folder: Path | None = None
     owns_terminal: bool = False
@@ -72,7 +72,7 @@ class Plan:
 
     @property
     def words(self) -> Words:
-        """Words the keys in messages as the user's project names them."""
+        """Rewords messages, so that keys have their names in the user's project."""
         return Words(self.config.theirs)
 
 

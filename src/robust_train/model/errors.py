@@ -54,9 +54,9 @@ class RunFolderUnavailableError(ConfigError):
 
 
 class RunFolderLostError(ConfigError):
-    """Another job has taken the run folder, which was removed and created again.
+    """The run folder was removed and created again, and now belongs to another job.
 
-    The job that raises this error has ended.
+    The job that raises this error ends.
     """
 
 
@@ -66,7 +66,7 @@ class LimitReachedError(ConfigError):
     exit_code = EXIT_TRY_LATER
 
 
-# The message of `threading`, which does not pass on the system's error.
+# `threading` raises an error with this message, and does not pass on the system's error number.
 _NO_THREAD = "can't start new thread"
 
 
@@ -94,7 +94,7 @@ def find_limit_error(error: BaseException) -> LimitReachedError | None:
     return None
 
 
-# Errors of a disk that may be gone when someone tries again.
+# Disk errors that may have passed by the next try.
 _PASSING = (
     errno.ENOSPC,
     errno.EDQUOT,

@@ -1,4 +1,4 @@
-"""Snapshots of GPUs and of their processes, as frozen values. Memory is in bytes.
+"""Snapshots of GPUs and their processes, as frozen values. Memory is in bytes.
 
 :mod:`robust_train.gpu` creates them from NVML in the launcher and in commands. The queue, the
 policy and the attempt's spec pass them on.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 class GpuProcess:
     """A process that NVML lists on a GPU."""
 
-    # Process id of the driver. A container may number processes differently.
+    # Process id as the driver sees it. A container may number processes differently.
     pid: int
     used_bytes: int | None = None  # GPU memory of the process, None if unavailable
     # Whether NVML lists it as a CUDA process; False for a process that only draws.
@@ -34,7 +34,7 @@ class GpuInfo:
     total_bytes: int
     free_bytes: int
     used_bytes: int
-    # How busy the GPU was lately, None if not supported.
+    # Recent utilization, None if not supported.
     utilization_percent: int | None = None
     # `default`, `exclusive_process`, `exclusive_thread` or `prohibited`
     compute_mode: str = "default"

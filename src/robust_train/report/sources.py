@@ -1,7 +1,8 @@
-"""Reads a run folder's files for the report, and builds launches and attempts from its journal.
+"""Reads the content of a run folder for the report, and skips damaged parts.
 
-The launcher, a sweep's process and the command ``robust-train report`` call it. A killed run leaves
-incomplete lines, so everything is read as far as possible.
+The report and the narration call it, in the launcher at the end of a job, in a sweep, or in a
+command. `read_sources` and `read_entries` read files. `launches_of` and `attempts_of`, which fold
+a journal into launches and attempts, are pure. A killed run may have left truncated lines.
 """
 
 from __future__ import annotations
@@ -52,10 +53,12 @@ class Sources:
     entries: tuple[Entry, ...]
     samples: tuple[Sample, ...]
     summary: Summary | None
-    took: float | None  # the duration that the launcher recorded at the end
+    # Seconds that the job took, as its launcher recorded them. None if the job has not ended.
+    took: float | None
     environment: Mapping[str, Json]  # `environment.json`
     files: tuple[str, ...]  # names of the files in the folder
-    gaps: tuple[str, ...]  # a sentence for each file that is missing or damaged
+    # One sentence for each thing that is missing or damaged.
+    gaps: tuple[str, ...]
 
 
 def read_sources(folder: Path) -> Sources:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from robust_train.config.placeholders import MicroBatchPlan, SplitRule
+from robust_train.config.training_plans import MicroBatchPlan, SplitRule
 from robust_train.model.errors import UserError
 from robust_train.step import ranks
 from robust_train.step.engine import Step
@@ -42,15 +42,16 @@ class MicroBatcher:
     """Splits batches so that they fit into memory, and remembers what fits.
 
     Args:
-        batch_size: the maximum number of samples in a forward and backward pass. None: the whole
-            batch at first.
-        min_batch_size: parts of this size are not split further. Then the error is raised.
+        batch_size: the maximum number of samples in a forward and backward pass. None starts with
+            the whole batch.
+        min_batch_size: parts of this size are not split further. If they still do not fit, the
+            out-of-memory error is raised.
         gradient_accumulation_steps: the requested accumulation. Divisors of the effective batch are
             preferred.
         on_event: called with an event for each change of the size.
         search: finds the largest size that fits in the first step, in an attempt of the launcher.
         recorder: replaces ``on_event`` in an attempt of the launcher.
-        exact: raise an error if splitting would change the loss, instead of a warning.
+        exact: raise an error instead of logging a warning if splitting would change the loss.
 
     Raises:
         ValueError: a size is below 1.

@@ -1,4 +1,4 @@
-"""Keep and restore the buffers of modules, which a repeated step must not change twice.
+"""Keeps and restores the buffers of modules, which a repeated step must not change twice.
 
 :mod:`.step_start` and :mod:`.pass_state` use :class:`Buffers` in the process that trains. An
 example is the running mean of BatchNorm, which each pass updates.

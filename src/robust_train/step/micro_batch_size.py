@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from robust_train.config.placeholders import MicroBatchPlan
+from robust_train.config.training_plans import MicroBatchPlan
 
 SizeState = dict[str, Any]
 """The state of a `MicroBatchSize` in a checkpoint."""

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
-from robust_train.config.trainers import signature_of
+from robust_train.config.signatures import signature_of
 from robust_train.failures import classify_failure
 from robust_train.failures.shortage import do_without_onednn
 from robust_train.memory.clearing import StartingMemory, has_half_updated, release_memory

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from robust_train.config.placeholders import SplitRule
+from robust_train.config.training_plans import SplitRule
 from robust_train.memory.nesting import DESCEND, rebuild
 from robust_train.model.errors import UserError
 from robust_train.step.split_check import NOTHING_TO_COMPARE, Kept, SplitCheck

@@ -1,4 +1,4 @@
-"""Record the state at the start of a step, or of a part in validation, and restore it.
+"""Records the state at the start of a step, or of a part in validation, and restores it.
 
 In the process that trains, the batcher creates a :class:`StepStart` before the first pass, and the
 engine restores it before it repeats the step. A search for the batch size restores it after each
@@ -43,6 +43,7 @@ class Watch:
     def __init__(self) -> None:
         self._buffers = weakref.WeakKeyDictionary[nn.Module, Buffers]()
         self._attributes = weakref.WeakKeyDictionary[nn.Module, dict[int, Attributes]]()
+        # Attributes that a log line has named as impossible to restore.
         self.reported: set[str] = set()
         self._checked = weakref.WeakSet[nn.Module]()
         # Whether each step moves the gradients of earlier batches to the host, because memory ran
@@ -108,11 +109,11 @@ class PartStart:
 class StepStart:
     """The state at the start of an optimizer step.
 
-    Gradients of earlier batches are kept aside, so that the step's own gradients can be dropped.
-    `end` adds the two: a sum could not be taken apart again without rounding. If memory is short,
-    the earlier gradients move to the host until then, and the step needs no more GPU memory than a
-    step that adds to them in place. Zeros on the host stay in place, because they are easily
-    restored.
+    Gradients of earlier batches are kept aside, so that the step's own gradients can be dropped. If
+    both were added at once, they could not be separated again without rounding, so `end` adds them.
+    If memory is short, the earlier gradients move to the host until then. The step then needs no
+    more GPU memory than a step that adds to them in place. Gradients that are all zeros stay in
+    place, because they are easily restored.
 
     Args:
         watch: the data that is kept from step to step.
@@ -201,7 +202,7 @@ class StepStart:
 
     @property
     def reported(self) -> set[str]:
-        """The attributes that a log line has reported as impossible to restore."""
+        """The attributes that a log line has named as impossible to restore."""
         return self._watch.reported
 
     def parameters(self) -> list[Tensor]:
@@ -227,7 +228,7 @@ class StepStart:
 
     def rewind(self) -> None:
         """Drop the step's gradients, and restore buffers, attributes and generators."""
-        # The pass may have made parameters, whose gradients would count twice.
+        # The pass may have created parameters, whose gradients would count twice in the next pass.
         now = parameters_of(modules_below(self.modules))
         for parameter in (*now, *self._known.values()):
             parameter.grad = None
@@ -253,7 +254,7 @@ class StepStart:
         self._attributes[number].restore()
 
     def end(self) -> None:
-        """Add the gradients that were kept aside to the step's. A second call does nothing."""
+        """Add the gradients that were kept aside to the step's own. A second call does nothing."""
         if not self.is_open:
             return
         self.is_open = False

@@ -1,4 +1,4 @@
-"""Starts the process of a job of a sweep.
+"""Starts a process for each job of a sweep.
 
 `GpuQueue` calls `start_job` in the sweep's process. The job's process is a fork, because the task
 function may live in a script that cannot be imported. The sweep's process has not imported torch.
@@ -54,7 +54,7 @@ def start_job(
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         try:
             code = work()
-        except KeyboardInterrupt as error:  # A JobInterrupted is one too, with its own exit code.
+        except KeyboardInterrupt as error:  # JobInterrupted derives from it, and has an exit code.
             code = getattr(error, "exit_code", 130)
         raise SystemExit(code)
 
@@ -67,5 +67,5 @@ def start_job(
 
 
 def _raise_original(signum: int, frame: FrameType | None) -> None:
-    """Send this process the signal that ``signum`` forwards, while no `SignalWatch` is active."""
+    """Send this process the signal that ``signum`` stands for, if no `SignalWatch` is active."""
     os.kill(os.getpid(), FORWARDED[signum])

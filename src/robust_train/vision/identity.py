@@ -12,8 +12,8 @@ from omegaconf import DictConfig
 
 from robust_train.model.errors import ConfigError
 
-# A resumed run may change these keys. They change how fast or how far a run goes, not the meaning
-# of its weights and the order of its samples.
+# A resumed run may change these keys. They affect how fast or how far a run goes, but neither the
+# meaning of its weights nor the order of its samples.
 _CHANGEABLE = frozenset(
     {
         "dataset.root",

@@ -8,8 +8,8 @@ from torch import nn
 
 from networks import Noisy
 from robust_train.attempt.run import live_of
-from robust_train.config.placeholders import MicroBatchPlan
 from robust_train.config.schema import RobustConfig
+from robust_train.config.training_plans import MicroBatchPlan
 from robust_train.features.batch_search.attempt import BatchSearch
 from robust_train.features.batch_search.model import SearchPlan
 from robust_train.features.batch_search.record import SearchKnob

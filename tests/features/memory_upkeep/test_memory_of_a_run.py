@@ -12,7 +12,7 @@ from memory_limit import limited_growth
 from robust_train.attempt.run import Run, live_of
 from robust_train.config.checks import checked
 from robust_train.config.composition import complete
-from robust_train.config.placeholders import MicroBatchPlan
+from robust_train.config.training_plans import MicroBatchPlan
 from robust_train.features.memory_upkeep import attempt as memory_upkeep
 from robust_train.features.memory_upkeep.attempt import CacheChecks, MemoryUpkeep, Reserve
 from robust_train.folder.memory_samples import FILE_NAME

@@ -14,7 +14,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimiz
 
 from robust_train.attempt import runner
 from robust_train.attempt.run import Run, live_of
-from robust_train.config.placeholders import MicroBatchPlan, SavePlan
+from robust_train.config.training_plans import MicroBatchPlan, SavePlan
 from robust_train.features.requests.attempt import Requests
 from robust_train.files import replacing
 from robust_train.folder.requests import REQUESTS, TAKEN, find_requests, open_requests

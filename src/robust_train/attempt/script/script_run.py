@@ -3,7 +3,7 @@
 It runs in the script's process, and writes its reports as lines of JSON into the file that
 ``ROBUST_TRAIN_EVENTS`` names. :mod:`.messages` reads them in the attempt's process::
 
-    run = robust_train.current_run()  # also without the launcher: then nothing is reported
+    run = robust_train.current_run()  # works without the launcher too, but reports nothing
     run.progress(step, loss=loss)
     if run.should_save():
         save(path)
@@ -25,20 +25,14 @@ from pathlib import Path
 from types import FrameType
 
 from robust_train.attempt.run import Run, live_of
-from robust_train.config.placeholders import (
-    AUTO,
-    EVENTS_VARIABLE,
-    MicroBatchPlan,
-    SavePlan,
-    SplitRule,
-    value_from,
-)
+from robust_train.config.placeholders import AUTO, EVENTS_VARIABLE, value_from
+from robust_train.config.training_plans import MicroBatchPlan, SavePlan, SplitRule
 from robust_train.files import LineFile, to_plain
 from robust_train.folder.trackers import TrackerNote
 from robust_train.model import events
 
 ReportLine = Callable[[dict[str, events.Json]], None]
-"""Writes a message."""
+"""Writes a message as a line of JSON."""
 
 _SPLIT = ("batch_size", "gradient_accumulation_steps")
 """The values that say how a script splits its batch."""
@@ -82,7 +76,8 @@ class ScriptRun(Run):
         self.device = value_from(environ, "device")
         self._report_line = report_line
         self._split = {name: _read_number(environ, name) for name in _SPLIT}
-        self._has_read: set[str] = set()
+        # The values that the script has read.
+        self._read_names: set[str] = set()
         live.parts.check_by(SplitRule.named(value_from(environ, "split_rule")))
         live.parts.split_by(
             MicroBatchPlan(
@@ -118,8 +113,9 @@ class ScriptRun(Run):
             self._read(name)
 
     def _read(self, name: str) -> int | None:
-        if name not in self._has_read:
-            self._has_read.add(name)
+        """Return a value, and report the first time that the script reads it."""
+        if name not in self._read_names:
+            self._read_names.add(name)
             live_of(self).reports.send(events.TrainerSupports((name,)))
         return self._split[name]
 
@@ -163,13 +159,13 @@ def line_writer(path: Path) -> ReportLine:
 
 
 def _stop_on_sigterm(run: Run) -> None:
-    """Handle SIGTERM, unless the script has a handler."""
+    """Let SIGTERM ask the script to stop, unless the script has its own handler."""
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         return
 
     def stop(signum: int, frame: FrameType | None) -> None:
         live_of(run).stops.request_stop()
-        # The script has never called should_stop.
+        # A script that never calls should_stop would not notice the request.
         if not live_of(run).stops.is_cooperative:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)

@@ -1,8 +1,7 @@
-"""Counts the data-loader workers of an attempt and checks how much memory they hold, in the
-launcher.
+"""Counts an attempt's data-loader workers, and checks how much memory they hold.
 
-`WorkersWatch` looks at the attempt's processes while it runs, and sends the result when the attempt
-ends. `DataLoaderWorkers` adds the result to the evidence of a failure.
+In the launcher, `WorkersWatch` looks at the attempt's processes while it runs, and sends the result
+when the attempt ends. `DataLoaderWorkers` adds the result to the evidence of a failure.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _LATE = 1 / 3
 
 
 class WorkersWatch(Watch):
-    """Looks for data-loader workers. The pauses between two looks grow with the attempt's age."""
+    """Looks for data-loader workers, less often as the attempt gets older."""
 
     def __init__(
         self, request: AttemptRequest, pids: Sequence[int], send: Callable[[Event], None]
@@ -46,7 +45,7 @@ class WorkersWatch(Watch):
         self._next_look = self._began_at + TICK_SECONDS
 
     def poll(self, living: Mapping[int, Interpreter]) -> End | None:
-        """Count the workers if that is due."""
+        """Count the workers if the last count is old enough."""
         now = time.monotonic()
         if now < self._next_look:
             return None
@@ -59,8 +58,8 @@ class WorkersWatch(Watch):
         return None
 
     def close(self) -> None:
-        """Send the workers that were found. If none were found, send that only if the last look was
-        late enough to be sure."""
+        """Send the number of workers. Zero is sent only if the last look was late enough to be
+        sure that the trainer uses no workers."""
         seconds = time.monotonic() - self._began_at
         is_late = self._looked_at - self._began_at >= _LATE * seconds
         workers = self._workers
@@ -83,7 +82,7 @@ class DataLoaderWorkers(InLauncher):
         note = attempt.of(WorkersNote)
         workers = note.workers_seen
         if failure.kind is FailureKind.WORKER_DEATH and not workers:
-            # The worker that died existed only between two looks.
+            # A worker died, so the watch only missed the workers. Their number is unknown.
             workers = None
         counts_all_processes = failure.evidence.library in ("kernel", "os", "ray")
         finding = replace(

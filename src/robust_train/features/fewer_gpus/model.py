@@ -18,7 +18,7 @@ from robust_train.policy.gpus import uuids
 
 @dataclass(frozen=True)
 class FewerGpusKeys(FeatureKeys):
-    """``min_num_gpus``."""
+    """The key ``min_num_gpus``."""
 
     min_num_gpus: int | None = key(
         None,

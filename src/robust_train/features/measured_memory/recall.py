@@ -1,7 +1,8 @@
-"""Finds the peak of earlier runs of the same job, before the job starts.
+"""Reserves the memory that earlier runs of the same job needed, before the job starts.
 
-:func:`.plan.plan_job` in the launcher calls `with_known_need`. Jobs are the same if their
-fingerprints are.
+With ``min_gpu_memory_mb=auto``, :func:`.plan.plan_job` calls `with_known_need` in the launcher.
+Jobs are the same if they have the same fingerprint: a digest of the trainer, the keys that may
+change its memory, and the version of torch.
 """
 
 from __future__ import annotations
@@ -47,11 +48,12 @@ from robust_train.readable import MIB, mib
 
 log = logging.getLogger("robust_train")
 
-_OF_TRAINING = ("num_workers", "prefetch_factor", "gradient_checkpointing")
+# The keys of the group `training` that may change memory, in addition to the batch.
+_TRAINING_KEYS = ("num_workers", "prefetch_factor", "gradient_checkpointing")
 
 
 def with_known_need(plan: Plan) -> Plan:
-    """Return the plan of a job whose memory is measured with what it needs, if known."""
+    """Return a plan that reserves the memory that earlier runs needed, if it is known."""
     config = plan.config
     is_on_cpu = config.device == "cpu" and not config.picks_gpu
     if not config.measures_memory or is_on_cpu:
@@ -89,8 +91,8 @@ def with_known_need(plan: Plan) -> Plan:
 
 
 def _find_gpus(plan: Plan) -> Group:
-    """Return the GPUs that a job may use, empty if ``device`` names a GPU that does not exist."""
-    # The job is refused later, when it asks for its GPUs.
+    """Return the GPUs that a job may use, or no GPU if its ``device`` does not exist."""
+    # Such a job is refused later, when it requests its GPUs.
     with contextlib.suppress(ConfigError):
         return select_usable_gpus(
             plan.config, visible_gpus(read_inventory(processes=False), plan.environ)
@@ -99,22 +101,23 @@ def _find_gpus(plan: Plan) -> Group:
 
 
 def _find_capacity(gpus: Group, count: int) -> int | None:
-    """Return the memory that each of the ``count`` largest GPUs has, or None if unknown."""
+    """Return the least memory among the ``count`` largest GPUs, or None if unknown."""
     sizes = sorted((gpu.capacity_bytes for gpu in gpus if gpu.capacity_bytes), reverse=True)
     return sizes[count - 1] if len(sizes) >= count else None
 
 
 def fingerprint_of(plan: Plan) -> str:
-    """Return a digest that all jobs which need the same memory share."""
+    """Return a digest that is the same for all jobs that need the same memory."""
     if plan.config.trainer.argv is not None:
         return fingerprint_of_program(plan.config)
     ref = plan.trainer_ref
-    script = _file_of(ref.parts()[0]) if ref.main is None else str(ref.main)
+    # The path alone is ambiguous, because two projects may both have a `train.py`.
+    script = _find_file(ref.parts()[0]) if ref.main is None else str(ref.main)
     return fingerprint(f"{ref.path} {script}", _keys_of(plan.config, _content(plan)), versions())
 
 
-def _file_of(module: str) -> str:
-    """Return where a top-level module is: two projects may both have a ``train.py``."""
+def _find_file(module: str) -> str:
+    """Return the file of a top-level module, or its folders. Empty if it cannot be found."""
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError, AttributeError):
@@ -126,10 +129,10 @@ def _file_of(module: str) -> str:
 
 
 def _content(plan: Plan) -> Any:
-    """Return a job's config with its references as they are written.
+    """Return a job's config, in which only environment variables are resolved.
 
-    Most refer to other keys, and those that do not, such as ``${now:…}`` and Hydra's folders, have
-    another value in each run of the same job. Only variables of the environment are resolved.
+    Most other interpolations refer to keys of the same config. The rest, such as ``${now:…}`` and
+    Hydra's folders, have a different value in each run of the same job.
     """
     written = OmegaConf.to_container(plan.cfg, resolve=False)
     return _with_environment(written, OmegaConf.to_container(plan.resolved_cfg, resolve=False))
@@ -142,7 +145,7 @@ def _with_environment(written: Any, resolved: Any) -> Any:
 
 
 def fingerprint_of_program(config: RobustConfig) -> str:
-    """Return what `fingerprint_of` returns, for a job that runs a program."""
+    """Return the fingerprint of a job that runs a program."""
     folder = config.trainer.cwd
     if folder is None:
         folder = os.getcwd()
@@ -159,12 +162,15 @@ def versions() -> tuple[str, ...]:
 
 
 def _keys_of(config: RobustConfig, content: Any) -> Mapping[str, Any]:
-    """Return the keys that may change memory: a project's own, and a few of ours."""
+    """Return the keys that may change memory: the project's own keys, and a few of this package's.
+
+    ``content`` is the config of the job.
+    """
     training = asdict(config.training)
     return {
-        "project": _theirs(config, content),
+        "project": _project_keys(config, content),
         "num_gpus": config.num_gpus,
-        "training": {name: training[name] for name in _OF_TRAINING},
+        "training": {name: training[name] for name in _TRAINING_KEYS},
         "memory": {
             "fraction": config.memory.fraction,
             "expandable_segments": config.chosen("expandable_segments"),
@@ -172,27 +178,32 @@ def _keys_of(config: RobustConfig, content: Any) -> Mapping[str, Any]:
     }
 
 
-def _theirs(config: RobustConfig, content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a project's own keys without those of the batch, whose size is kept apart."""
+def _project_keys(config: RobustConfig, content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a project's own keys, without its keys for the batch.
+
+    The peak is stored for each batch size, so these keys must not change the fingerprint.
+    """
     if config.theirs is not None:
-        theirs = {key: value for key, value in content.items() if key not in (GROUP, "hydra")}
+        # This package's keys are in a group of their own.
+        project = {key: value for key, value in content.items() if key not in (GROUP, "hydra")}
         for key in (BATCH, ACCUMULATION):
-            theirs = _without(theirs, config.theirs.get(key, "").split("."))
-        return theirs
+            project = _without(project, config.theirs.get(key, "").split("."))
+        return project
+    # The project's keys are next to this package's keys.
     ours = {item.name for item in fields(RobustConfig) if item.metadata}
     for keys in schema().features:
         ours |= {keys.group} if keys.group else _names_of(keys)
     # These groups hold keys of the trainer in addition to ours.
     open_groups = {"model": set(), "dataset": set(), "trainer": _names_of(TrainerConfig)}
     open_groups["training"] = _names_of(TrainingConfig)
-    theirs = {}
+    project = {}
     for key, value in content.items():
         if key in open_groups and isinstance(value, Mapping):
             names = open_groups[key]
-            theirs[key] = {name: each for name, each in value.items() if name not in names}
+            project[key] = {name: item for name, item in value.items() if name not in names}
         elif key not in ours | {GROUP, "hydra"}:
-            theirs[key] = value
-    return theirs
+            project[key] = value
+    return project
 
 
 def _names_of(group: type) -> set[str]:
@@ -200,7 +211,7 @@ def _names_of(group: type) -> set[str]:
 
 
 def _without(keys: Any, path: Sequence[str]) -> Any:
-    """Return nested keys without the one at a path."""
+    """Return nested keys without the key at a path."""
     if not isinstance(keys, Mapping) or path[0] not in keys:
         return keys
     if len(path) == 1:

@@ -33,6 +33,7 @@ def read_rules(name: str, given: Any) -> tuple[RetryRule, ...]:
 
 
 def _read_rule(name: str, given: Any) -> RetryRule:
+    """Return one rule. ``name`` is its place in the list, such as ``retry.rules[0]``."""
     if not isinstance(given, Mapping):
         raise ConfigError(f"{name}={given}: must be a mapping like {_EXAMPLE}")
     for part in given:
@@ -41,14 +42,12 @@ def _read_rule(name: str, given: Any) -> RetryRule:
     rule = {str(part): value for part, value in given.items() if value is not None}
     if not set(_CONDITIONS).intersection(rule):
         raise ConfigError(f"{name}: needs one of {', '.join(_CONDITIONS)}, for example {_EXAMPLE}")
+    # A rule without an action is refused like a rule with an unknown action.
     then = rule.get("then", "…")
     if then not in _ACTIONS:
         raise ConfigError(f"{name}.then={then}: no such action; {suggest(str(then), _ACTIONS)}")
     for part, value in rule.items():
-        is_positive = value > 0 if type(value) is int else bool(value)
-        if type(value) is not _TYPES[part] or not is_positive:
-            accepted = "an integer, 1 or more" if _TYPES[part] is int else "a string in quotes"
-            raise ConfigError(f"{name}.{part}={value}: must be {accepted}")
+        _check_type(f"{name}.{part}", value, _TYPES[part])
     if then == "stop" and "times" in rule:
         raise ConfigError(f"{name}.times: cannot be combined with then=stop, which happens once")
     try:
@@ -57,3 +56,11 @@ def _read_rule(name: str, given: Any) -> RetryRule:
         pattern = rule["message"]
         raise ConfigError(f"{name}.message={pattern}: not a regular expression: {error}") from None
     return RetryRule(**rule)
+
+
+def _check_type(name: str, value: Any, wanted: type) -> None:
+    """Raise ConfigError unless a value has the wanted type, and is neither 0 nor empty."""
+    is_positive = value > 0 if type(value) is int else bool(value)
+    if type(value) is not wanted or not is_positive:
+        accepted = "an integer, 1 or more" if wanted is int else "a string in quotes"
+        raise ConfigError(f"{name}={value}: must be {accepted}")

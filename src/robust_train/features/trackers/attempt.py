@@ -1,4 +1,7 @@
-"""Records the MLflow and trackio runs that an attempt logs to, in the process that trains."""
+"""Records the MLflow and trackio runs that an attempt logs to, in the process that trains.
+
+Scripts record them in `ScriptRun`, because only their own process knows these runs.
+"""
 
 from __future__ import annotations
 
