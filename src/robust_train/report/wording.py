@@ -199,11 +199,11 @@ def advice_of(story: Story, keys: Mapping[str, str] | None) -> Iterator[Advice]:
     project's keys that stand for ours."""
     words = Words(keys)
     for advice in _advice_of(story):
-        steps = tuple(map(words.text, advice.steps))
-        overrides = words.text(advice.overrides or "") or None
+        steps = tuple(map(words.reword, advice.steps))
+        overrides = words.reword(advice.overrides or "") or None
         yield replace(advice, steps=steps, overrides=overrides)
     for finding in speed_advice(story.attempts):
-        yield Advice(_sentence(words.text(finding)))
+        yield Advice(_sentence(words.reword(finding)))
 
 
 def _advice_of(story: Story) -> Iterator[Advice]:
