@@ -128,9 +128,9 @@ def test_a_projects_messages_use_its_users_keys(data):
         kind, evidence = data.draw(kinds), data.draw(evidence_strategy)
         steps = {"end_step": data.draw(st.none() | st.integers(0, 3))}
         attempt = failed(spec, kind, evidence, message=said, **steps)
-        attempt = words.attempt(with_advice(attempt, config))
+        attempt = words.reword_attempt(with_advice(attempt, config))
         history += (attempt,)
-        decision = words.decision(decided(settings, history, gpus), quoted=said)
+        decision = words.reword_decision(decided(settings, history, gpus), quoted=said)
         texts = list(attempt.failure.advice)
         while decision:
             texts += [decision.reason, getattr(decision, "warning", "")]

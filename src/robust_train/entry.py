@@ -140,8 +140,8 @@ def run_job(
     words = Words(their_keys(cfg))
     shorten_lines()
     # None ends the rewording for an earlier job in this process.
-    change_words(words.of_log)
-    with showing_lines(), words.of_errors():
+    change_words(words.for_log)
+    with showing_lines(), words.rewording_errors():
         guest = guest_rank(os.environ) if remedies else None
         if guest is None:
             plan = plan_launch(trainer, cfg, run_dir)

@@ -41,7 +41,7 @@ def test_a_part_stands_behind_a_field(part):
         if issubclass(part, record.kind_of_part)
     ]
     names = {field.name for record in records for field in fields(record)}
-    assert part.behind in {"", *names}
+    assert part.written_after in {"", *names}
 
 
 def test_a_figure_asked_for_by_name_exists():

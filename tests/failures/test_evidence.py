@@ -244,7 +244,9 @@ def fitting(error, *, num_workers=2, end_step=3, **trainer):
     spec = built(AttemptSpec, (), 8, 1, num_workers=num_workers)
     attempt = Attempt(1, spec, failure=classify_failure(error), end_step=end_step)
     config = replace(policy(reports_start=True).config, **trainer)
-    return "; ".join(Words(config.theirs).attempt(with_advice(attempt, config)).failure.advice)
+    return "; ".join(
+        Words(config.theirs).reword_attempt(with_advice(attempt, config)).failure.advice
+    )
 
 
 OOM = RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")

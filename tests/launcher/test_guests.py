@@ -272,9 +272,9 @@ SLURM = {
         (TORCH, ("torchrun", 3, 4, 1, "torchrun-a_b", 0)),
         (
             TORCH | {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "2"},
-            ("torchrun", 3, 4, 1, "", 2),
+            ("torchrun", 3, 4, 1, None, 2),
         ),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, ("the engine that started this rank", 1, 2, 0, "", 0)),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, ("the engine that started this rank", 1, 2, 0, None, 0)),
         (SLURM | {"SLURM_RESTART_COUNT": "1"}, ("srun", 4, 5, 1, "slurm-4711", 1)),
     ],
 )

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from robust_train.attempt import host_copies
-from robust_train.attempt.arena import Arena, Place, plan_pieces
+from robust_train.attempt.arena import Arena, PieceStart, plan_pieces
 from robust_train.attempt.host_copies import HostCopies
 from robust_train.readable import GIB, MIB
 
@@ -117,7 +117,7 @@ def test_files_of_a_save_never_overwrite_each_other(copies, pinned):
 @pytest.mark.parametrize("shapes", [SEVEN_BILLION, VISION], ids=["7 billion", "vision"])
 def test_blocks_of_a_large_model_waste_little(shapes):
     sizes = [FLOATS * torch.Size(shape).numel() for shape in shapes]
-    _, blocks, _ = plan_pieces(sizes, [], Place(), pinned=True)
+    blocks = plan_pieces(sizes, [], PieceStart(), pinned=True).blocks
     assert sum(map(power_of_two, sizes)) > 1.3 * sum(sizes), "a block for each tensor"
     assert sum(map(power_of_two, blocks)) < 1.05 * sum(sizes)
 
@@ -127,16 +127,18 @@ SIZES = st.lists(st.integers(0, 3 * GIB), max_size=30)
 
 @given(st.lists(SIZES, min_size=1, max_size=4), st.booleans())
 def test_pieces_lie_apart_within_their_blocks(saves, pinned):
-    blocks, first, taken = [], Place(), []
+    blocks, first, taken = [], PieceStart(), []
     for sizes in saves:
-        places, blocks, first = plan_pieces(sizes, blocks, first, pinned=pinned)
-        taken += zip(places, sizes, strict=True)
+        plan = plan_pieces(sizes, blocks, first, pinned=pinned)
+        blocks = plan.blocks
+        first = plan.end
+        taken += zip(plan.starts, sizes, strict=True)
     ends = {}
-    for place, size in taken:
-        assert place.start >= ends.get(place.block, 0)
-        assert place.start % 64 == 0
-        ends[place.block] = place.start + size
-        assert ends[place.block] <= blocks[place.block]
+    for start, size in taken:
+        assert start.offset >= ends.get(start.block, 0)
+        assert start.offset % 64 == 0
+        ends[start.block] = start.offset + size
+        assert ends[start.block] <= blocks[start.block]
     if pinned:
         assert all(block == power_of_two(block) for block in blocks)
 

@@ -4,8 +4,8 @@
 block. For example, three tensors of 100, 200 and 300 MiB may share one block of 1 GiB.
 
 Pinned memory is expensive: the system can neither swap nor drop it, and torch's allocator rounds
-each block up to a power of two and keeps freed blocks. So the blocks are powers of two from the
-start, which makes :attr:`Arena.taken` the memory that is really in use, and dropped blocks are
+each block up to a power of two and keeps freed blocks. So the blocks of a pinned arena are powers
+of two, which makes :attr:`Arena.taken` the memory that is really in use, and dropped blocks are
 returned to the system.
 """
 
@@ -20,50 +20,55 @@ from robust_train.compat import return_pinned_memory
 
 _ALIGNMENT_BYTES = 64
 _BLOCKS = 8
-"""A save gets about this many blocks, so that rounding up the last block costs little."""
+"""The approximate number of blocks of a save. With several blocks, rounding up costs little."""
 
 
 @dataclass(frozen=True)
-class Place:
+class PieceStart:
     """The start of a piece: the number of its block, and the offset in bytes."""
 
     block: int = 0
-    start: int = 0
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class PiecePlan:
+    """The result of `plan_pieces`."""
+
+    starts: list[PieceStart]  # the start of each piece
+    blocks: list[int]  # the sizes of the existing and the new blocks
+    end: PieceStart  # the start of the free part of the blocks, after the last piece
 
 
 def plan_pieces(
-    sizes: Sequence[int], blocks: Sequence[int], first: Place, *, pinned: bool
-) -> tuple[list[Place], list[int], Place]:
-    """Choose places for pieces of these sizes, one after the other, and add blocks if necessary.
+    sizes: Sequence[int], blocks: Sequence[int], first: PieceStart, *, pinned: bool
+) -> PiecePlan:
+    """Place pieces of these sizes one after the other, and add blocks if necessary.
 
     Args:
         sizes: the sizes of the pieces in bytes.
         blocks: the sizes of the existing blocks.
         first: the start of the free part of the blocks.
         pinned: new blocks are powers of two. Otherwise one new block takes all remaining pieces.
-
-    Returns:
-        The place of each piece, the sizes of the old and new blocks, and the place after the last
-            piece.
     """
     capacities = list(blocks)
-    places: list[Place] = []
+    starts: list[PieceStart] = []
     padded = [_pad(size) for size in sizes]
     left = sum(padded)
     usual = _round_up_to_power_of_two(max([left // _BLOCKS, *padded]))
     at = first
     for size in padded:
-        while at.block < len(capacities) and at.start + size > capacities[at.block]:
-            at = Place(at.block + 1)
+        while at.block < len(capacities) and at.offset + size > capacities[at.block]:
+            at = PieceStart(at.block + 1)
         if at.block == len(capacities):
             capacity = left
             if pinned:
                 capacity = min(usual, _round_up_to_power_of_two(left))
             capacities.append(capacity)
-        places.append(at)
-        at = Place(at.block, at.start + size)
+        starts.append(at)
+        at = PieceStart(at.block, at.offset + size)
         left -= size
-    return places, capacities, at
+    return PiecePlan(starts, capacities, at)
 
 
 def _pad(size: int) -> int:
@@ -81,7 +86,7 @@ class Arena:
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned
         self._blocks: list[torch.UntypedStorage] = []
-        self._next = Place()
+        self._next = PieceStart()
 
     @property
     def taken(self) -> int:
@@ -90,37 +95,36 @@ class Arena:
 
     def bytes_to_add(self, sizes: Sequence[int]) -> int:
         """Return the size of the blocks that pieces of these sizes need in addition."""
-        _, capacities, _ = self._plan(sizes)
-        return sum(capacities) - self.taken
+        return sum(self._plan(sizes).blocks) - self.taken
 
     def take(self, sizes: Sequence[int]) -> list[torch.UntypedStorage]:
         """Return a storage of each size. Nothing overwrites a storage before :meth:`begin`, and its
         block exists as long as the storage does."""
-        places, capacities, after_last = self._plan(sizes)
-        for size in capacities[len(self._blocks) :]:
+        plan = self._plan(sizes)
+        for size in plan.blocks[len(self._blocks) :]:
             block = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
             self._blocks.append(block.untyped_storage())
-        self._next = after_last
+        self._next = plan.end
         return [
-            self._blocks[place.block][place.start : place.start + size]
-            for place, size in zip(places, sizes, strict=True)
+            self._blocks[start.block][start.offset : start.offset + size]
+            for start, size in zip(plan.starts, sizes, strict=True)
         ]
 
     def begin(self) -> None:
         """Free all pieces for reuse: their content is no longer needed."""
-        self._next = Place()
+        self._next = PieceStart()
 
     def trim(self) -> None:
-        """Return to the system the blocks that were not used since :meth:`begin`."""
-        used = self._next.block + 1 if self._next != Place() else 0
+        """Return the blocks that were not used since :meth:`begin` to the system."""
+        used = self._next.block + 1 if self._next != PieceStart() else 0
         self._return(self._blocks[used:])
 
     def clear(self) -> None:
         """Return all blocks to the system, each as soon as its last piece is no longer in use."""
-        self._next = Place()
+        self._next = PieceStart()
         self._return(self._blocks[:])
 
-    def _plan(self, sizes: Sequence[int]) -> tuple[list[Place], list[int], Place]:
+    def _plan(self, sizes: Sequence[int]) -> PiecePlan:
         blocks = list(map(len, self._blocks))
         return plan_pieces(sizes, blocks, self._next, pinned=self._pinned)
 

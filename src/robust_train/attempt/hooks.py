@@ -1,7 +1,7 @@
 """The hooks by which features take part in an attempt.
 
-A feature's half in the attempt is a subclass of :class:`InAttempt`, one object per rank.
-:class:`.live.LiveAttempt` calls its hooks through :class:`AttemptHooks`, in the process that
+A feature takes part through a subclass of :class:`InAttempt`, and each rank creates one object of
+it. :class:`.live.LiveAttempt` calls the hooks through :class:`AttemptHooks`, in the process that
 trains. No hook calls another hook, and features do not see each other.
 """
 
@@ -53,7 +53,7 @@ class InAttempt:
         """Do periodic work, twice a second, in a thread other than the trainer's."""
 
     def end(self, error: BaseException | None) -> None:
-        """End after the trainer has returned, or has raised ``error``."""
+        """End after the trainer returned, or raised ``error``."""
 
     def close(self, error: BaseException | None) -> None:
         """Clean up after the end was reported, if the process continues or the attempt
@@ -64,15 +64,15 @@ class AttemptHooks:
     """Calls the hooks of all features of an attempt, in the order in which they are listed."""
 
     def __init__(self, features: Sequence[InAttempt] = ()) -> None:
-        self._all = features
-        # Each step calls this hook several times, so only features that override it are called.
+        self._features = features
+        # Each step calls this hook several times, so features that do not override it are skipped.
         self._at_boundary = [
             feature.boundary for feature in features if _overrides(feature, "boundary")
         ]
 
     def begin(self) -> None:
         """Start all features."""
-        for feature in self._all:
+        for feature in self._features:
             feature.begin()
 
     def boundary(self, what: str) -> None:
@@ -82,35 +82,35 @@ class AttemptHooks:
 
     def pause(self, why: str) -> None:
         """Let all features do their work while no step is measured."""
-        for feature in self._all:
+        for feature in self._features:
             feature.pause(why)
 
     def ran_out(self, error: BaseException, failure: Failure) -> None:
         """Let all features record that memory ran out within a step."""
-        for feature in self._all:
+        for feature in self._features:
             feature.ran_out(error, failure)
 
     def evidence(self, failure: Failure) -> Failure:
         """Return the failure with the evidence of all features."""
-        for feature in self._all:
+        for feature in self._features:
             failure = feature.evidence(failure)
         return failure
 
     def tick(self) -> None:
         """Let all features do their periodic work."""
-        for feature in self._all:
+        for feature in self._features:
             feature.tick()
 
     def end(self, error: BaseException | None) -> None:
         """Let all features end, in reverse order. Each feature ends even if another feature
         raises."""
         with ExitStack() as ends:
-            for feature in self._all:
+            for feature in self._features:
                 ends.callback(feature.end, error)
 
     def close(self, error: BaseException | None) -> None:
         """Let all features clean up."""
-        for feature in self._all:
+        for feature in self._features:
             feature.close(error)
 
 

@@ -27,14 +27,19 @@ LARGEST_COPY = 0.5
 them."""
 
 
-class HostCopies:
-    """Copies the content of one save after the other into the same memory.
+Layouts = Mapping[bool, Mapping[str, Tensor]]
+"""The tensors to copy into the pinned arena (key True) and into the other arena, by name. Each is
+represented by a meta tensor, which has the size and the strides of the copy but no values."""
 
-    ``copies`` is how many ranks of this host copy a checkpoint at the same time.
+
+class HostCopies:
+    """Copies the content of each save into the memory that the previous save used.
+
+    ``ranks`` is the number of ranks of this host that copy a checkpoint at the same time.
     """
 
-    def __init__(self, copies: int = 1) -> None:
-        self._copies = copies
+    def __init__(self, ranks: int = 1) -> None:
+        self._ranks = ranks
         self.arenas = {is_pinned: Arena(pinned=is_pinned) for is_pinned in (False, True)}
 
     def begin(self) -> None:
@@ -43,8 +48,11 @@ class HostCopies:
             arena.begin()
 
     def copy(self, content: Content) -> Content | None:
-        """Return a copy with all tensors in host memory, or None if there is no room. Tensors that
-        share their memory, such as tied weights, are copied once and share it again."""
+        """Return a copy with all tensors in host memory, or None if there is no room.
+
+        Tensors that share their memory, such as tied weights, are copied once, and their copies
+        share memory too.
+        """
         tensors = _collect_tensors(content)
         shared = _find_shared_storages(tensors)
         sources: dict[str, Tensor] = {}
@@ -61,7 +69,7 @@ class HostCopies:
             if not classify_failure(error).kind.is_memory:
                 raise
         if copies is None:
-            # The frames that held the new copies have ended by now.
+            # Outside of the handler, the error no longer keeps the new copies alive.
             self._clear()
             return None
 
@@ -85,6 +93,7 @@ class HostCopies:
         return total
 
     def _copy_sources(self, sources: Mapping[str, Tensor], layouts: Layouts) -> dict[str, Tensor]:
+        """Copy the tensors with a layout into the arenas, and any other tensor into new memory."""
         copies: dict[str, Tensor] = {}
         for is_pinned, arena_layouts in layouts.items():
             pieces = self.arenas[is_pinned].take(_sizes_of(arena_layouts))
@@ -101,8 +110,8 @@ class HostCopies:
         return copies
 
     def shrink(self) -> None:
-        """Return the memory that the last save did not need, or all of it if other processes need
-        it."""
+        """Return the memory that the last save did not need to the system, or all memory if other
+        processes need it."""
         for arena in self.arenas.values():
             arena.trim()
         if not self._has_room(0):
@@ -113,9 +122,10 @@ class HostCopies:
             arena.clear()
 
     def _has_room(self, more_bytes: int) -> bool:
-        """Return whether the copies stay within :data:`LARGEST_COPY` if they grow by this much."""
-        kept = sum(arena.taken for arena in self.arenas.values()) * self._copies
-        more = more_bytes * self._copies
+        """Return whether the copies of all ranks stay within :data:`LARGEST_COPY` if those of each
+        rank grow by this many bytes."""
+        kept = sum(arena.taken for arena in self.arenas.values()) * self._ranks
+        more = more_bytes * self._ranks
         return kept + more <= LARGEST_COPY * (read_host_memory().available + kept)
 
 
@@ -131,9 +141,12 @@ def _collect_tensors(content: Content) -> dict[str, Tensor]:
 
 
 def _find_shared_storages(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, Tensor]]:
-    """Return, for each tensor that shares its storage, the name of the storage's first tensor and
-    all bytes of the storage. Tensors of different dtypes do not count as sharing, because
-    torch.save refuses a storage with two dtypes."""
+    """Return, for each tensor that shares its storage, the name of the first tensor in the storage
+    and all bytes of the storage.
+
+    Tensors of different dtypes do not count as sharing, because torch.save refuses a storage with
+    two dtypes.
+    """
     names: dict[tuple[object, ...], list[str]] = {}
     for name, tensor in tensors.items():
         if _is_plain(tensor):
@@ -149,11 +162,6 @@ def _find_shared_storages(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str,
             flat.set_(storage, 0, (storage.nbytes(),), (1,))
             storages.update(dict.fromkeys(group, (group[0], flat)))
     return storages
-
-
-Layouts = Mapping[bool, Mapping[str, Tensor]]
-"""For each arena, by whether it is pinned: the tensors that it gets, by name. Meta tensors without
-values stand for them, with the strides and the size of the copies."""
 
 
 def _plan_layouts(sources: Mapping[str, Tensor]) -> Layouts:
@@ -175,8 +183,8 @@ def _sizes_of(layouts: Mapping[str, Tensor]) -> list[int]:
 
 
 def _size_of(tensor: Tensor) -> int:
-    """Return the size in bytes of this rank's part of a tensor. The size of a sparse tensor is
-    unknown; the result is an upper limit."""
+    """Return the size in bytes of this rank's part of a tensor. For a sparse tensor, whose size is
+    unknown, it is an upper limit."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return int(local.numel() * local.element_size())
 

@@ -218,7 +218,7 @@ def _run_and_exit(
         os.chdir(request.cwd)
         _write_stacks(request)
         adopt_hydra(request.hydra_cfg)
-        change_words(Words(request.config.theirs).of_log)
+        change_words(Words(request.config.theirs).for_log)
         importlib.invalidate_caches()
         report = _Reporter(request, send, begin.rank)
         if request.ranks > 1:

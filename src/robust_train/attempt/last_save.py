@@ -156,7 +156,7 @@ def _wait_together(live: LiveAttempt, failed: CheckpointError | None, pause: flo
 
     until = time.monotonic() + pause
     next_report = 0.0
-    problem = ""
+    problem: str | None = None
     was_full = False
     while of_all_ranks(bool(problem) or time.monotonic() < until)[0]:
         # A stop is due at the same number of questions on all ranks, so each rank asks once per

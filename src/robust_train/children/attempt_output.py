@@ -36,7 +36,7 @@ _BAR_SECONDS = 1.0
 
 
 class OutputStream:
-    """The standard output or error of the child processes, for the launcher's stream.
+    """The standard output or error of the child processes, passed on to the launcher's stream.
 
     It is a terminal if the launcher's stream is a terminal, otherwise a pipe. If the launcher's two
     streams are the same file, the child's two streams share one object, which keeps the order of

@@ -1,8 +1,8 @@
-"""The table of the commands of ``robust-train``. ``cli/main.py`` finds a command here, and help and
-shell completion are made from it.
+"""The table of the commands of ``robust-train``.
 
-It names each command's function by a string, and imports nothing that only a command needs, so that
-``--help`` answers at once.
+``cli/main.py`` finds a command here, and builds the help and the shell completion from the table.
+Each command names its function by a string, ``module:function`` in ``cli/``. So the table imports
+nothing that only a command needs, and ``--help`` answers at once.
 """
 
 from __future__ import annotations

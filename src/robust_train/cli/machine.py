@@ -20,7 +20,7 @@ from robust_train.host.linux import describe_processes, processes_of
 from robust_train.model.events import Json
 from robust_train.model.gpu import GpuInfo, Inventory
 from robust_train.queue.plan import Plan, describe, who_goes_first, why_waiting
-from robust_train.queue.queue_dir import QueueError, directory_for, is_made
+from robust_train.queue.queue_dir import QueueError, directory_for, may_exist
 from robust_train.queue.registry import QueuedJob, Registry
 from robust_train.readable import MIB, as_clock, mib, shorten
 
@@ -46,7 +46,7 @@ def show_gpus(arguments: Namespace) -> Answer:
     path = directory_for(None, os.environ)
     jobs: Sequence[QueuedJob] = ()
     with contextlib.suppress(QueueError):
-        if is_made(path):
+        if may_exist(path):
             with contextlib.closing(Registry(path)) as registry:
                 inventory = replace(inventory, gpus=registry.mark_excluded(inventory.gpus))
                 jobs = registry.jobs()
@@ -139,7 +139,7 @@ def show_queue(arguments: Namespace) -> Answer:
         f"no job holds or waits for a GPU (queue directory {path}); robust-train ps --live "
         "lists those on the CPU too"
     )
-    if not is_made(path):
+    if not may_exist(path):
         data: dict[str, Json] = {"directory": str(path), "jobs": [], "excluded": []}
         return Answer(data, [nothing])
     # The time at which the records are read, because reading the GPUs may take seconds.

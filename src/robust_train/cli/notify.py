@@ -34,7 +34,7 @@ def send_test(arguments: Namespace) -> Answer:
         raise UsageError(problem)
     who = {"host": socket.gethostname(), "user": user_name(os.geteuid())}
     notifier = Notifier(settings)
-    notifier.send("test", "a test of {user} on {host}".format(**who), who)
+    notifier.send("test", "a test by {user} on {host}".format(**who), who)
     notifier.finish(_NOTIFY_SECONDS)
     if notifier.has_failed:
         # The notifier has logged the reason.

@@ -15,14 +15,14 @@ from typing import Any
 
 
 def base_executable() -> str:
-    """Return the interpreter from which the virtual environment was made. Its path does not depend
-    on the project."""
+    """Return the interpreter from which the virtual environment was created. Its path does not
+    depend on the project."""
     return str(getattr(sys, "_base_executable", None) or sys.executable)
 
 
 def interpreter_options() -> list[str]:
-    """Return the options of this interpreter (-O, -W, -X …) for a new interpreter. multiprocessing
-    passes on the same options."""
+    """Return the options of this interpreter (-O, -W, -X …) that multiprocessing passes to a new
+    interpreter."""
     options: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return options
 
@@ -44,8 +44,8 @@ def is_importing_main() -> bool:
 @contextlib.contextmanager
 def importing_main() -> Iterator[None]:
     """Mark the block as the import of another process's script, as :mod:`multiprocessing` does.
-    Within the block multiprocessing refuses to start a process, which would import the script again
-    and so start processes without end."""
+    Within the block, multiprocessing refuses to start a process, which would import the script
+    again and so start processes without end."""
     process: Any = multiprocessing.process.current_process()
     process._inheriting = True
     try:

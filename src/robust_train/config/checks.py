@@ -59,7 +59,7 @@ def checked(cfg: DictConfig) -> RobustConfig:
     objective = config.objective
     if not objective:
         objective = cfg.get("optimized_metric")
-    with Words(theirs).of_errors():
+    with Words(theirs).rewording_errors():
         config = replace(_settle_batch(config), objective=objective, theirs=theirs)
         mistakes = list(_find_mistakes(config))
         if mistakes:

@@ -1,6 +1,6 @@
-"""Declares the kernel's keys: name, type and default, accepted values and meaning.
+"""Declares the kernel's keys: name, type, default, accepted values and meaning.
 
-A key is declared here, or in the ``model.py`` of its feature. ``just keys`` writes the comments in
+Each other key is declared in the ``model.py`` of its feature. ``just keys`` writes the comments in
 ``configs/*.yaml`` and the tables of ``docs/configuration.md`` from these declarations, and Hydra
 checks types by them. The launcher and attempts read the values from a :class:`RobustConfig`, which
 :func:`robust_train.config.checks.checked` creates once.
@@ -46,8 +46,8 @@ WORKERS = "training.num_workers"
 CHECKPOINTING = "training.gradient_checkpointing"
 
 UNREAD_IN_PROJECTS = ("seed", "training.prefetch_factor", "training.epochs", "training.lr")
-"""Keys that only a trainer with this package's config can read. A Hydra project's code sees only
-the project's own config."""
+"""Keys that only a trainer with this package's config can read. The code of a Hydra project sees
+only the project's own config."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,11 @@ class PlainConfig:
 
 @dataclass(frozen=True)
 class RobustConfig(PlainConfig):
-    """The root of ``configs/robust.yaml``, which serves ``train_robust.py``."""
+    """The root of ``configs/robust.yaml``, which serves ``train_robust.py``.
+
+    After the keys, it has a few fields that :mod:`.checks` works out, and properties that answer
+    questions about several keys.
+    """
 
     auto_device: bool | None = key(
         None,
@@ -330,18 +334,22 @@ class RobustConfig(PlainConfig):
         more="`optimized_metric` may be a key of the project's config",
     )
 
-    # These fields are not keys, but results of the checks. With `training.batch_size=auto`,
-    # batch_size is the largest size to try.
+    # --- results of the checks, which are not keys ---
+
+    # True for `training.batch_size=auto`. The batch_size is then the largest size to try.
     finds_batch_size: bool = False
-    # `min_gpu_memory_mb=auto`: the default applies until a feature has measured the job.
+    # True for `min_gpu_memory_mb=auto`. The default applies until a feature has measured the job.
     measures_memory: bool = False
-    # `gpu_jobs_per_device=auto`: it is 1 until a feature has measured the job.
+    # True for `gpu_jobs_per_device=auto`. The value is 1 until a feature has measured the job.
     packs_gpus: bool = False
-    # The project's key for each of our keys that refers to one; None if our keys are at the root.
+    # The project's key for each of our keys that refers to a project's key. None if our keys are at
+    # the root of the config.
     theirs: dict[str, str] | None = None
     # The values (FeatureKeys) of each feature whose keys do not all have their defaults. OmegaConf
     # does not accept that type here.
     of_features: tuple[Any, ...] = ()
+
+    # --- the values of features' keys ---
 
     def of(self, keys: type[K]) -> K:
         """Return the values of a feature's keys."""
@@ -353,58 +361,29 @@ class RobustConfig(PlainConfig):
     def chosen(self, name: str) -> Any:
         """Return the user's value for a key that a feature declares.
 
-        The kernel uses it, because it must not import the feature's class. Returns None if the
-        feature's keys have their defaults, or if the feature was deleted.
+        The kernel calls it because it must not import the class of the keys. Returns None if all
+        keys of the feature have their defaults, or if the feature was deleted.
         """
         for feature_keys in self.of_features:
             if hasattr(feature_keys, name):
                 return getattr(feature_keys, name)
         return None
 
-    def without(self, name: str) -> RobustConfig:
-        """Return the config with the defaults of the feature that declares the key ``name``."""
-        others = tuple(keys for keys in self.of_features if not hasattr(keys, name))
-        return replace(self, of_features=others)
-
     def having(self, keys: FeatureKeys) -> RobustConfig:
         """Return the config with these values of a feature's keys."""
         kind = type(keys)
-        values = [others for others in self.of_features if type(others) is not kind]
+        values = [other for other in self.of_features if type(other) is not kind]
         has_defaults = keys == kind()
         if not has_defaults:
             values.append(keys)
         return replace(self, of_features=tuple(values))
 
-    @property
-    def traits(self) -> Traits:
-        """The abilities of the trainer. A project's function can only be given a batch that is one
-        of the project's keys."""
-        if self.trainer.argv is not None:
-            return PROGRAM
-        if self.theirs is None:
-            return FUNCTION
-        has_batch = BATCH in self.theirs
-        accumulates = ACCUMULATION in self.theirs
-        return replace(FUNCTION, has_batch=has_batch, accumulates=accumulates)
+    def without(self, name: str) -> RobustConfig:
+        """Return the config with the defaults of the feature that declares the key ``name``."""
+        others = tuple(keys for keys in self.of_features if not hasattr(keys, name))
+        return replace(self, of_features=others)
 
-    @property
-    def may_checkpoint_gradients(self) -> bool:
-        """Whether gradient checkpointing is a remedy. In a project, our key must refer to a key of
-        the project, which an attempt can set."""
-        if self.theirs is None or self.traits.is_program:
-            return self.training.gradient_checkpointing is not False
-        return CHECKPOINTING in self.theirs
-
-    def urgency(self, *, in_sweep: bool) -> int:
-        """Return how urgent the job is among its user's jobs: 0 low, 1 normal, 2 high."""
-        urgencies = {"low": 0, "normal": 1, "high": 2}
-        automatic = 0 if in_sweep else 1
-        return urgencies.get(self.queue_priority, automatic)
-
-    @property
-    def retries(self) -> int:
-        """Number of smaller micro-batches to try on one device, and of retries without a change."""
-        return 3 if self.max_retries is None else self.max_retries
+    # --- the trainer ---
 
     @property
     def target(self) -> str | None:
@@ -417,6 +396,26 @@ class RobustConfig(PlainConfig):
         return (self.target or "").startswith("robust_train.vision.")
 
     @property
+    def traits(self) -> Traits:
+        """The abilities of the trainer. The function of a project can be given a batch only if the
+        project has a key for it."""
+        if self.trainer.argv is not None:
+            return PROGRAM
+        if self.theirs is None:
+            return FUNCTION
+        has_batch = BATCH in self.theirs
+        accumulates = ACCUMULATION in self.theirs
+        return replace(FUNCTION, has_batch=has_batch, accumulates=accumulates)
+
+    @property
+    def may_checkpoint_gradients(self) -> bool:
+        """Whether gradient checkpointing is a remedy. In a project, our key must refer to one of
+        the project's keys, which an attempt can then set."""
+        if self.theirs is None or self.traits.is_program:
+            return self.training.gradient_checkpointing is not False
+        return CHECKPOINTING in self.theirs
+
+    @property
     def data_folder(self) -> str | None:
         """The folder in which the built-in trainer needs existing data, or None."""
         data = self.dataset
@@ -425,6 +424,8 @@ class RobustConfig(PlainConfig):
         # The digits come with scikit-learn, and a user's own images are never downloaded.
         is_local = data.name == "image_folder" or (not data.download and data.name != "digits")
         return data.root if is_local else None
+
+    # --- the devices ---
 
     @property
     def picks_gpu(self) -> bool:
@@ -439,8 +440,8 @@ class RobustConfig(PlainConfig):
     @property
     def needs_gpu(self) -> bool:
         """Whether ``device`` requires a GPU, so that a machine without a GPU cannot run the job."""
-        names_one = not self.picks_gpu and self.device not in (AUTO, "cpu")
-        return names_one or self.names_several or self.device == "cuda"
+        names_gpu = not self.picks_gpu and self.device not in (AUTO, "cpu")
+        return names_gpu or self.names_several or self.device == "cuda"
 
     @property
     def names_several(self) -> bool:
@@ -448,9 +449,27 @@ class RobustConfig(PlainConfig):
         return "," in self.device
 
     @property
+    def min_gpu_memory_bytes(self) -> int:
+        """Memory that must be free on a GPU before it is taken."""
+        return self.min_gpu_memory_mb * MIB
+
+    @property
     def runs_inline(self) -> bool:
         """Whether attempts run in the launcher's process."""
         return self.isolation == "none"
+
+    # --- the job ---
+
+    @property
+    def retries(self) -> int:
+        """Limit for smaller micro-batches on one device, and for retries without a change."""
+        return 3 if self.max_retries is None else self.max_retries
+
+    def urgency(self, *, in_sweep: bool) -> int:
+        """Return the job's urgency among its user's jobs: 0 low, 1 normal, 2 high."""
+        urgencies = {"low": 0, "normal": 1, "high": 2}
+        automatic = 0 if in_sweep else 1
+        return urgencies.get(self.queue_priority, automatic)
 
     def learning_rate_at(self, effective_batch_size: int) -> float:
         """Return the learning rate for a script that trains with this effective batch."""
@@ -458,8 +477,3 @@ class RobustConfig(PlainConfig):
         requested = training.batch_size * training.gradient_accumulation_steps * self.num_gpus
         power = {"linear": 1.0, "sqrt": 0.5}.get(self.trainer.scale_learning_rate or "", 0)
         return float(training.lr * (effective_batch_size / requested) ** power)
-
-    @property
-    def min_gpu_memory_bytes(self) -> int:
-        """Memory that must be free on a GPU before it is taken."""
-        return self.min_gpu_memory_mb * MIB

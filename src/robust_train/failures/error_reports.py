@@ -26,15 +26,18 @@ _PROGRAMMING = (
     "InvalidRequestError"
 )
 PROGRAMMING_ERRORS = frozenset(_PROGRAMMING.split())
-# A file may be missing because a disk or a server was unreachable for a moment.
-_OF_THE_SYSTEM = (
+# These errors are not certain to come from the program: a file may be missing because a disk or a
+# server was unreachable for a moment.
+_FILE_ERRORS = (
     "FileExistsError FileNotFoundError IsADirectoryError NotADirectoryError PermissionError"
 )
-_ALSO_CERTAIN = "AssertionError ImportError TabError UnicodeError UnicodeEncodeError"
-# Only the program can cause these errors, so they would come again.
-CERTAIN_BUGS = PROGRAMMING_ERRORS.difference(_OF_THE_SYSTEM.split()).union(_ALSO_CERTAIN.split())
-# These errors say that a child process failed, which printed its own error before.
-_OF_A_CHILD = frozenset({"CalledProcessError", "ChildFailedError"})
+_OTHER_CERTAIN_BUGS = "AssertionError ImportError TabError UnicodeError UnicodeEncodeError"
+# Only the program can cause these errors, so another attempt would fail in the same way.
+CERTAIN_BUGS = PROGRAMMING_ERRORS.difference(_FILE_ERRORS.split()).union(
+    _OTHER_CERTAIN_BUGS.split()
+)
+# These errors only say that a child process failed. The child has printed its own error before.
+_CHILD_ERRORS = frozenset({"CalledProcessError", "ChildFailedError"})
 # A program may raise a ValueError on purpose in place of the error that it handles.
 _TRANSLATION = "ValueError"
 # Python prints one of these lines between two tracebacks of a chain.
@@ -73,11 +76,14 @@ class ErrorReport:
     @property
     def is_of_child(self) -> bool:
         """Whether the error only says that a child process failed."""
-        return not _OF_A_CHILD.isdisjoint(self.types)
+        return not _CHILD_ERRORS.isdisjoint(self.types)
 
 
 def reports_of(exception: BaseException) -> Iterator[ErrorReport]:
-    """Yield the exception's own report first, then the reports of its causes."""
+    """Yield the exception's own report first, then the reports of its causes.
+
+    If the message of an exception quotes tracebacks, their reports follow the exception's own.
+    """
     return _follow(exception, set(), in_group=False)
 
 
@@ -94,6 +100,7 @@ def _follow(exception: BaseException, seen: set[int], in_group: bool) -> Iterato
     for cls in type(exception).__mro__:
         names += names_of(f"{cls.__module__}.{cls.__name__}")
     types = tuple(names)
+    # The message may quote the traceback of another process, and then has several reports.
     reports = list(reports_in(_text_of(exception), types))
     for report in reports:
         is_own = report.types[:1] == types[:1]
@@ -186,8 +193,8 @@ _HINT = re.compile(
 
 
 def reports_in(text: str, types: tuple[str, ...] = ()) -> Iterator[ErrorReport]:
-    """Yield the reports of the tracebacks that a text quotes, the last first. Without a traceback,
-    yield the report of the text itself.
+    """Yield the reports of the tracebacks that a text quotes, the last traceback first. If the text
+    quotes no traceback, yield the report of the text itself.
 
     Args:
         text: an exception's message or the end of a log.
@@ -200,13 +207,13 @@ def reports_in(text: str, types: tuple[str, ...] = ()) -> Iterator[ErrorReport]:
     for start in starts:
         _remove_prefix(lines, start)
     # The start of an exception's message belongs to the error. The start of a log does not.
-    header = ""
+    message_start = ""
     if types and starts:
-        header = one_line(lines[: starts[0]])
+        message_start = one_line(lines[: starts[0]])
     quoted: list[tuple[ErrorReport, list[str]]] = []
     for start, end in zip(starts, [*starts[1:], len(lines)], strict=False):
-        caught = header if header else _where_caught(lines, start)
-        report = _read_traceback(lines[start + 1 : end], caught)
+        header = message_start if message_start else _where_caught(lines, start)
+        report = _read_traceback(lines[start + 1 : end], header)
         if report is not None:
             quoted.append((report, lines[:start]))
     if not quoted:
@@ -236,7 +243,8 @@ def _remove_prefix(lines: list[str], start: int) -> None:
 
 
 def _where_caught(lines: list[str], start: int) -> str:
-    """Return torch's line above an error of another thread or process, empty if there is none."""
+    """Return the line in which torch names the thread or process of a quoted traceback, empty if
+    torch did not quote the traceback."""
     is_original = lines[start].startswith("Original Traceback")
     return lines[start - 1] if is_original else ""
 
@@ -244,8 +252,8 @@ def _where_caught(lines: list[str], start: int) -> str:
 def _read_traceback(lines: list[str], header: str) -> ErrorReport | None:
     """Return the error at the end of a traceback, None if it is cut off.
 
-    The error is in the first line without indentation. If that line is not Python's, it is in the
-    last line that names an error.
+    The first line without indentation has the error. If Python did not print that line, the last
+    line that names an error has it.
 
     Args:
         lines: the lines below the word "Traceback".
@@ -262,7 +270,7 @@ def _read_traceback(lines: list[str], header: str) -> ErrorReport | None:
         name = path.rpartition(".")[2]
         message = [line]
         for further in lines[number + 1 :]:
-            # torch elastic draws lines within its message.
+            # torch elastic's message contains separators.
             if _SEPARATOR.match(further) and name != "ChildFailedError":
                 break
             message.append(further)
@@ -277,8 +285,8 @@ def _read_traceback(lines: list[str], header: str) -> ErrorReport | None:
 
 
 def _has_cause(report: ErrorReport, above: Sequence[str]) -> bool:
-    """Return whether the traceback above an error led to it, by the same rule as `_follow` for an
-    exception object."""
+    """Return whether the traceback above an error led to that error. `_follow` has the same rule
+    for exception objects."""
     link = last_line_with_text(above)
     is_translated = _TRANSLATION in report.types
     return _RAISED_FROM in link or (is_translated and _RAISED_IN_A_HANDLER in link)

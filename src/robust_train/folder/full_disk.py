@@ -1,7 +1,7 @@
 """Explains a failed write: a full disk, or a disk that was mounted read-only.
 
-An attempt calls it after a failed save, in the process that trains. The launcher calls it to wait
-until the disk has space again.
+An attempt calls these functions after a failed save, in the process that trains. The launcher
+calls them to wait until the disk has space again.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def is_read_only(path: Path) -> bool:
     return False
 
 
-def why_full(run_dir: Path, message: str, needed_bytes: int = 0) -> str:
-    """Return which disk is full, empty if no disk is.
+def why_full(run_dir: Path, message: str, needed_bytes: int = 0) -> str | None:
+    """Return a sentence that names the full disk, None if no disk is full.
 
     The disks of paths in ``message`` are checked first, then whether the run folder's disk has
     space for another checkpoint.
@@ -40,26 +40,33 @@ def why_full(run_dir: Path, message: str, needed_bytes: int = 0) -> str:
         message: the reason why a write failed.
         needed_bytes: the size of the failed write, 0 if unknown.
     """
-    named = full_folder(paths_in(message))
-    if named is not None:
-        return f"no space is left in {named}"
+    full = full_folder(paths_in(message))
+    if full is not None:
+        return f"no space is left in {full}"
     try:
         folder = run_dir / "checkpoints"
         size = max((manifest.bytes for manifest in read_manifests(folder)), default=0)
         size = max(needed_bytes or size, _LEAST_BYTES)
-        place = folder if folder.is_dir() else run_dir
-        disk = os.statvfs(place)
-        # Without this check the test below would take the last space from other programs. A disk
-        # that cannot reserve space (NFS before 4.2) would even be written full each time.
-        if disk.f_blocks and disk.f_bavail * disk.f_frsize < size:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        # Reserving space also fails for a lack of inodes and for a quota.
-        with tempfile.TemporaryFile(dir=place) as file:
-            os.posix_fallocate(file.fileno(), 0, size)
-            os.fsync(file.fileno())
+        _try_to_reserve(folder if folder.is_dir() else run_dir, size)
     except OSError as error:
         return f"no checkpoint fits into {run_dir} ({error.strerror})"
-    return ""
+    return None
+
+
+def _try_to_reserve(folder: Path, size: int) -> None:
+    """Reserve space in a folder for a moment.
+
+    Raises:
+        OSError: the disk has no such space. Too few inodes or a quota count as well.
+    """
+    disk = os.statvfs(folder)
+    # The reservation below would take the last space from other programs. A disk that cannot
+    # reserve space (NFS before 4.2) would even be written full each time.
+    if disk.f_blocks and disk.f_bavail * disk.f_frsize < size:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with tempfile.TemporaryFile(dir=folder) as file:
+        os.posix_fallocate(file.fileno(), 0, size)
+        os.fsync(file.fileno())
 
 
 def paths_in(message: str) -> list[Path]:
@@ -70,7 +77,7 @@ def paths_in(message: str) -> list[Path]:
 def full_folder(paths: Iterable[Path]) -> Path | None:
     """Return the folder of the first path whose disk is full, None if no disk is full.
 
-    The folder of a path that is itself a folder is that path.
+    A path of a folder is returned itself.
     """
     for path in paths:
         with contextlib.suppress(OSError):

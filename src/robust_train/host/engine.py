@@ -1,7 +1,7 @@
 """Finds out whether this process is a rank of a job of torchrun, srun, PyTorchJob or Ray.
 
-``launch`` and the commands that train call `guest_rank` before they plan a job: a rank becomes a
-guest of its engine instead of an ordinary launcher. Everything is read from environment variables.
+``launch`` and the commands that train call `guest_rank` before they plan a job. A rank does not
+become an ordinary launcher, but a guest of its engine. All facts come from environment variables.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TORCHRUN = "torchrun"
 OURS = "robust_train"
 """``TORCHELASTIC_RUN_ID`` of the ranks that robust-train itself starts."""
 
-# All tasks of a Slurm job derive the port of their rendezvous from the job's number.
+# All tasks of a Slurm job derive the same port for their rendezvous from the job's number.
 _FIRST_PORT = 15_000
 _PORTS = 10_000
 
@@ -30,8 +30,8 @@ class GuestRank:
     rank: int
     world_size: int
     local_rank: int
-    # The job's name, the same for all ranks and restarts. Empty if the engine gives none.
-    job: str
+    # The job's name, the same for all ranks and restarts. None if the engine gives it no name.
+    job: str | None
     restarts: int  # number of times that the engine restarted the ranks
     # Variables that torch's `env://` and the frameworks need, and that the engine does not set.
     environ: Mapping[str, str] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class GuestRank:
         Raises:
             ConfigError: the engine gives the job no name.
         """
-        if not self.job:
+        if self.job is None:
             raise ConfigError(
                 "the run folder must be the same for all ranks and restarts: give "
                 "hydra.run.dir=… (launch(run_dir=…)), or torchrun --rdzv-id=NAME"
@@ -67,14 +67,14 @@ def guest_rank(environ: Mapping[str, str]) -> GuestRank | None:
 
 
 def _read_torch_rank(environ: Mapping[str, str]) -> GuestRank:
-    """Return this rank of torchrun, or of another engine that sets the same variables."""
+    """Read the rank from the variables of torchrun, which other engines set too."""
     rank = _read_number(environ, "RANK")
     world_size = _read_number(environ, "WORLD_SIZE")
     if rank >= world_size:
         raise ConfigError(f"RANK={rank}: must be below WORLD_SIZE={world_size}")
     run_id = environ.get("TORCHELASTIC_RUN_ID")
     engine = "the engine that started this rank" if run_id is None else TORCHRUN
-    job = ""
+    job: str | None = None
     # "none" is torchrun's default, which many jobs share.
     if run_id is not None and run_id != "none":
         job = "torchrun-" + re.sub(r"[^\w.-]", "_", run_id)
@@ -96,7 +96,7 @@ def _read_torch_rank(environ: Mapping[str, str]) -> GuestRank:
 
 
 def _read_slurm_task(environ: Mapping[str, str]) -> GuestRank:
-    """Return this task of srun, which sets neither LOCAL_RANK nor MASTER_ADDR."""
+    """Read the rank from the variables of srun, and derive those of torch, such as LOCAL_RANK."""
     job = environ.get("SLURM_JOB_ID", "0")
     rank = _read_number(environ, "SLURM_PROCID")
     tasks = _read_number(environ, "SLURM_STEP_NUM_TASKS")
@@ -136,7 +136,9 @@ def first_host(hosts: str) -> str:
 
 def _count_tasks_on_node(environ: Mapping[str, str], node: int, tasks: int) -> int:
     """Return the number of the step's tasks on this node, or ``tasks`` if Slurm does not say.
-    ``SLURM_STEP_TASKS_PER_NODE=2(x3),1`` means 2 tasks on each of nodes 0 to 2 and 1 on node 3."""
+
+    ``SLURM_STEP_TASKS_PER_NODE=2(x3),1`` means 2 tasks on each of nodes 0 to 2 and 1 on node 3.
+    """
     counts: list[int] = []
     for entry in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry)

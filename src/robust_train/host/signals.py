@@ -113,14 +113,14 @@ class SignalWatch:
     Python does not allow handlers.
 
     Attributes:
-        is_pausing: only the attempt is being stopped, and the job continues.
+        is_pausing: whether only the attempt is being stopped, and the job continues.
     """
 
     def __init__(self) -> None:
         # The first signal that ends the job, or 0. Only the signal handler sets it.
         self._ended_by = 0
         self.is_pausing = False
-        self._is_paused = False  # the signal that starts the pause has arrived
+        self._is_paused = False  # whether the signal that starts the pause has arrived
         self._handler: Callable[[int], None] | None = None
         # The handlers that were replaced, and the signals that were unblocked.
         self._previous: dict[int, Any] = {}

@@ -3,7 +3,8 @@ launcher.
 
 Each event is a JSON packet on a sequenced-packet socket. Several processes may write to the socket,
 a packet arrives whole or not at all, and a killed writer does not leave a truncated packet. Data
-too large for a packet is written to a file in memory, and the packet carries its descriptor.
+that is too large for a packet is written to a file in memory, and the packet carries the file's
+descriptor.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ MOST_WAITING_BYTES = 64 * 1024**2
 
 
 class EventSender:
-    """Sends an attempt's events, without ever making the trainer wait for its launcher.
+    """Sends an attempt's events. The trainer never waits for its launcher, except in `flush`.
 
-    If the socket is full, progress is dropped and all other events are kept until the next event or
-    `flush`. Beyond 64 MiB, only the attempt's end is kept. A missing launcher is ignored.
+    If the socket is full, progress is dropped, and all other events wait for the next event or
+    `flush`. Beyond 64 MiB of waiting events, only the end of the attempt is added. If the launcher
+    has died, events are dropped.
     """
 
     def __init__(self, channel: socket.socket) -> None:
@@ -46,6 +48,7 @@ class EventSender:
     def __call__(self, event: Event) -> None:
         """Send an event."""
         with self._lock:
+            # Waiting events go first, so that events arrive in order.
             if not self._send_waiting() and event.may_be_dropped:
                 return
             data = json.dumps(event.as_json(), default=repr).encode()
@@ -56,7 +59,8 @@ class EventSender:
             self._send_waiting()
 
     def flush(self, timeout_seconds: float = float("inf")) -> None:
-        """Wait until everything is sent. The attempt calls it at its end."""
+        """Send all waiting events, and wait as long as the socket is full. The attempt calls it at
+        its end."""
         deadline = time.monotonic() + timeout_seconds
         poll = select.poll()
         poll.register(self._channel, select.POLLOUT)
@@ -76,7 +80,7 @@ class EventSender:
                 self._send(data)
             except BlockingIOError:
                 return False
-            except OSError:
+            except OSError:  # The launcher has died.
                 self._waiting.clear()
                 self._waiting_bytes = 0
                 break

@@ -183,7 +183,7 @@ def adopt_fit(cfg: DictConfig, run: Run) -> Iterator[None]:
         elif run.world_size == 1 and compat.starts_ranks_itself(trainer):
             reason = f"Trainer: starts {trainer.world_size} processes of its own"
         elif not compat.belongs_to_tuner(trainer):
-            with Words(live_of(run).their_keys).of_errors():
+            with Words(live_of(run).their_keys).rewording_errors():
                 if reason is None:
                     data = train_dataloaders if datamodule is None else datamodule
                     fit = partial(fit_of_lightning, trainer)

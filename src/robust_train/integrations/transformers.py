@@ -214,9 +214,9 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
             )
         elif self._order is None and state.global_step:
             log.warning(
-                "Trainer: skips as many batches of the %s as the earlier steps had; if its batches "
-                "depend on the batch size, or torch's generator shuffles them, some samples are "
-                "seen again and as many are left out",
+                "Trainer: skips as many batches of the %s as the earlier steps used; if its "
+                "batches depend on the batch size, or torch's generator shuffles them, some "
+                "samples are seen again and as many are left out",
                 type(batches).__name__,
             )
         self.run.started(state.global_step)

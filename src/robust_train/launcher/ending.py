@@ -1,8 +1,8 @@
-"""Completes the record of an attempt that has ended: its failure, then advice, then the decision.
+"""Completes the record of an attempt that has ended, and decides how an error ends the job.
 
-:class:`.job.Job` calls :func:`add_ending`, :func:`add_advice` and :func:`add_decision` in this
-order, once for each attempt, in the launcher's process. Only :func:`add_advice` and
-:func:`load_error` have effects.
+:class:`.job.Job` calls these functions in the launcher's process. After each attempt,
+:func:`add_ending` adds its failure, :func:`add_advice` the advice, and :func:`add_decision` the
+decision. Only :func:`add_advice` and :func:`load_error` have effects.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import base64
 import io
 import pickle
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from robust_train.config.attempt import AttemptRequest
@@ -42,7 +42,7 @@ def add_ending(
     request: AttemptRequest,
     seconds: float,
 ) -> Attempt:
-    """Return the attempt with its failure, which its reports and its process's exit show."""
+    """Return the attempt with its failure, as shown by its reports and the exit of its process."""
     end = attempt.exit
     crash = None
     if end.failure is None:
@@ -91,7 +91,7 @@ def _find_failure(attempt: Attempt, crash: NativeStack | None) -> Failure | None
 
 
 def _classify_silent_end(attempt: Attempt, crash: NativeStack | None) -> Failure:
-    """Return why an attempt failed whose process ended without a report."""
+    """Return why an attempt failed if its process ended without a report."""
     end = attempt.exit
     rank = None
     returncode = end.returncode
@@ -127,7 +127,7 @@ def _find_traceback(
 
 
 def _cut_middle(text: str, longest: int) -> str:
-    """Shorten a text in its middle: an exception may quote a whole file."""
+    """Return the text without its middle if it is too long. An exception may quote a whole file."""
     if len(text) <= longest:
         return text
     half = longest // 2
@@ -137,14 +137,14 @@ def _cut_middle(text: str, longest: int) -> str:
 def add_advice(attempt: Attempt, plan: Plan) -> Attempt:
     """Return the attempt with advice on its failure, worded for the job's keys."""
     versions = describe_cuda_versions(attempt, plan.config)
-    return plan.words.attempt(with_advice(attempt, plan.config, versions))
+    return plan.words.reword_attempt(with_advice(attempt, plan.config, versions))
 
 
 def add_decision(attempt: Attempt, decision: Decision | None) -> Attempt:
     """Return the attempt with the decision after it.
 
-    If the launcher gives up on a failure that only may have been a lack of memory, the failure
-    counts as a bug.
+    If the launcher gives up on a failure that may or may not have been a lack of memory, the
+    failure counts as a bug.
     """
     if decision is None:
         return replace(attempt, reason=attempt.message or attempt.outcome)
@@ -155,33 +155,37 @@ def add_decision(attempt: Attempt, decision: Decision | None) -> Attempt:
     return replace(attempt, failure=failure, action=decision.action, reason=decision.reason)
 
 
-def classify_launcher_error(
-    error: BaseException, pruned: str
-) -> tuple[str, str, BaseException | None]:
-    """Classify an error in the launcher that ends the job.
+@dataclass(frozen=True)
+class JobEnd:
+    """The end of a job by an error in the launcher."""
+
+    status: str
+    reason: str
+    error: BaseException | None  # the exception to raise, None if the summary is enough
+
+
+def classify_launcher_error(error: BaseException, pruned: str) -> JobEnd:
+    """Return how an error in the launcher ends the job.
 
     Args:
         error: the exception.
         pruned: why a sweep stopped the job, empty if no sweep did.
-
-    Returns:
-        The job's status, the reason, and the exception to raise, None if the summary is enough.
     """
     error = find_limit_error(error) or error
     reason = str(error)
     if isinstance(error, JobInterrupted):
         if pruned:
-            return "pruned", pruned, None
-        return "interrupted", reason, error
+            return JobEnd("pruned", pruned, None)
+        return JobEnd("interrupted", reason, error)
     if isinstance(error, NoDeviceError):
-        return "no_device", reason, None
+        return JobEnd("no_device", reason, None)
     if not isinstance(error, ConfigError):
         reason = f"error in the launcher: {type(error).__name__}: {reason}"
-    return "failed", reason, error
+    return JobEnd("failed", reason, error)
 
 
 def load_error(attempt: Attempt) -> BaseException | None:
-    """Return the trainer's exception, None if the launcher did not receive an exception.
+    """Return the trainer's exception, None if the launcher did not receive it.
 
     A script sends no exception, and some exceptions cannot be pickled.
     """
@@ -198,9 +202,9 @@ def load_error(attempt: Attempt) -> BaseException | None:
 
 
 class _LoadedOnlyUnpickler(pickle.Unpickler):
-    """Builds exceptions only from modules that the launcher has imported already.
+    """Loads only classes from modules that the launcher has already imported.
 
-    Otherwise an exception of torch would import torch into the launcher.
+    Otherwise, one of torch's exceptions would import torch into the launcher.
     """
 
     def find_class(self, module: str, name: str) -> Any:

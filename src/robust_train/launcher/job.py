@@ -117,9 +117,9 @@ class Job:
         last = self.attempts[-1]
         if self.decision is None:
             doubt = find_doubt(last)
-            if doubt:
+            if doubt is not None:
                 log.warning("%s", doubt)
-            return self._end("completed", doubt or None)
+            return self._end("completed", doubt)
         self.signals.raise_if_received()
         if last.cuda_cannot_work and driver.chooses_devices:
             raise ConfigError(self.decision.reason)
@@ -171,7 +171,7 @@ class Job:
         """Record another decision after the last attempt, because the first cannot be followed."""
         assert decision is not None, "the last attempt has failed"
         self.decision = decision
-        problem = self.plan.words.text(problem)
+        problem = self.plan.words.reword(problem)
         self.attempts[-1] = last = add_decision(self.attempts[-1], decision)
         again = DecidedAgain(why, problem, last.action, decision.reason)
         self.folder.record(again, last.number)
@@ -233,7 +233,7 @@ class Job:
         decision = self.hooks.overrule(history)
         if decision is None:
             decision = self.driver.decide(self.policy, history)
-        return self.plan.words.decision(decision, quoted=failure.message)
+        return self.plan.words.reword_decision(decision, quoted=failure.message)
 
     def look_for_checkpoint(self) -> Path | None:
         """Return the newest checkpoint on disk, from which the next attempt resumes."""
@@ -284,14 +284,14 @@ class Job:
 
     def _end_with(self, error: BaseException) -> Summary:
         """Record the end of a job that an error ended, and raise the exception for its caller."""
-        status, reason, raised = classify_launcher_error(error, self.folder.pruned)
-        code = getattr(raised, "exit_code", None)
-        summary = self._end(status, self.plan.words.text(reason), code)
-        if raised is None:
+        end = classify_launcher_error(error, self.folder.pruned)
+        code = getattr(end.error, "exit_code", None)
+        summary = self._end(end.status, self.plan.words.reword(end.reason), code)
+        if end.error is None:
             return summary
-        if isinstance(raised, JobInterrupted):
+        if isinstance(end.error, JobInterrupted):
             self.signals.call_previous_handler()
-        raise raised
+        raise end.error
 
     def _end(self, status: str, reason: str | None, exit_code: int | None = None) -> Summary:
         """Record the job's end, write its summary, and show it."""

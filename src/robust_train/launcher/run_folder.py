@@ -225,7 +225,7 @@ class RunFolder:
 
     def record_wait(self, status: WaitStatus) -> None:
         """Record the status of the job's wait for a GPU."""
-        obstacles = self._plan.words.text(status.obstacles)
+        obstacles = self._plan.words.reword(status.obstacles)
         status = replace(status, obstacles=obstacles)
         waiting = {
             "position": status.position,

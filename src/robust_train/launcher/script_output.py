@@ -21,7 +21,7 @@ from robust_train.model.failure import Clue, Failure, FailureKind
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 # Matches "loss: 0.31", "loss=nan" and "'train_loss': inf".
 _LOSS = re.compile(r"loss[\"']?\s{0,3}[=:]?\s{0,3}(\d+\.\d|[-+]?(?:nan|inf)\b)", re.IGNORECASE)
-# How many lines people see of a traceback, and of output without a traceback.
+# The number of lines to show of a traceback, and of output without a traceback.
 _MOST_TRACEBACK_LINES = 40
 _LAST_LINES = 15
 
@@ -37,7 +37,7 @@ def classify_script_exit(ended: ScriptEnded, end: Exit) -> Failure:
 
 
 def name_refused_file(failure: Failure, attempt: Attempt) -> Failure:
-    """If the script could not load a checkpoint, name its file in the failure and give advice."""
+    """If torch refused to load a checkpoint, name its file in the failure and add the way out."""
     if failure.evidence.clue != Clue.REFUSED:
         return failure
     file = attempt.checkpoint or attempt.resumed_from or "the file"
@@ -50,14 +50,10 @@ def name_refused_file(failure: Failure, attempt: Attempt) -> Failure:
     return replace(failure, message=f"{problem}: {how}")
 
 
-def find_doubt(attempt: Attempt) -> str:
-    """Return a warning if a script ended with exit code 0 but its output suggests a failure.
-
-    Returns:
-        The warning, empty if nothing suggests a failure.
-    """
+def find_doubt(attempt: Attempt) -> str | None:
+    """Return a warning if a script ended with exit code 0 but its output suggests a failure."""
     if attempt.failure is not None or not isinstance(attempt.script, ScriptEnded):
-        return ""
+        return None
     printed = strip_escapes(attempt.exit.output)
     output = drop_before_last_steps(put_final_error_last(printed)).rstrip()
     failure = classify_exit(1, output)
@@ -71,20 +67,20 @@ def find_doubt(attempt: Attempt) -> str:
     )
 
 
-def _find_bad_loss(printed: str) -> str:
-    """Return a warning if the last loss in an output is not finite, otherwise an empty string."""
+def _find_bad_loss(printed: str) -> str | None:
+    """Return a warning if the last loss in an output is not finite."""
     for line in reversed(re.split(r"[\r\n]", printed)):
         losses = _LOSS.findall(line)
         bad = [loss for loss in losses if not loss[0].isdigit()]
         if bad:
             return f"the script ended with exit code 0, but the last loss it printed is {bad[0]}"
         if losses:
-            break
-    return ""
+            return None
+    return None
 
 
 def quote_output_end(output: str, log_name: str) -> str:
-    """Return the end of a script's output for people: its last traceback or its last lines."""
+    """Return the end of a script's output for people: the last traceback or the last lines."""
     printed = put_final_error_last(strip_escapes(output)).split("\n")
     # A progress bar rewrites its line after each carriage return. Only its last state is shown.
     lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in printed]

@@ -41,14 +41,14 @@ def enable_memory_efficient_settings(
     """Set up CUDA's allocator and arithmetic for a GPU with little memory.
 
     Turns on expandable segments for child processes, through an environment variable, and for this
-    process if it has CUDA. It does not if the variable forbids them, or on WSL, which lacks them.
-    Existing segments do not change, so call this before CUDA is used.
+    process if it has CUDA. A setting that the variable already has stays, and WSL does not support
+    expandable segments. Existing segments do not change, so call this before CUDA is used.
 
     Args:
-        fraction: as in `set_memory_fraction`. None sets no limit.
-        tf32: let float32 matrix products use TensorFloat32 if the GPU has it (Ampere and later), as
-            convolutions do by default. That is faster, with 10 bits of mantissa, and saves no
-            memory.
+        fraction: as in `set_memory_fraction`. None: no limit is set.
+        tf32: let float32 matrix products use TensorFloat32 if the GPU supports it (Ampere and
+            later), as convolutions do by default. It is faster, has a mantissa of 10 bits, and
+            saves no memory.
 
     Returns:
         Sentences that describe the changes.
@@ -72,7 +72,7 @@ def enable_memory_efficient_settings(
         if fraction is not None:
             done.append(set_memory_fraction(fraction).description)
         if tf32:
-            # This has no effect on a GPU without the format.
+            # This setting has no effect on a GPU that does not support the format.
             torch.set_float32_matmul_precision("high")
             done.append("TensorFloat32 for float32 matrix products if the GPU has it")
     for sentence in done:
@@ -136,12 +136,12 @@ def set_memory_fraction(fraction: float = 0.8, device: Any = None) -> MemoryLimi
     """Limit this process to a share of the device's memory.
 
     On a GPU this limits torch's caching allocator, as if the GPU were smaller. CUDA contexts and
-    NCCL's memory do not count. Calling it starts CUDA. Without CUDA it limits the writable private
-    memory of this process to a share of the host's memory (RLIMIT_DATA, see setrlimit(2)). A
-    request beyond that raises MemoryError. Each child process inherits the limit for itself.
+    NCCL's memory do not count. The call starts CUDA. Without CUDA, it limits the writable private
+    memory of this process to a share of the host's memory (RLIMIT_DATA, see setrlimit(2)), and a
+    larger request raises MemoryError. Each child process inherits a limit of the same size.
 
     Args:
-        fraction: a number above 0 and up to 1. 1 removes the limit, but not the limit in
+        fraction: a number above 0 and up to 1. 1 removes the limit, except for the limit in
             PYTORCH_CUDA_ALLOC_CONF (``per_process_memory_fraction``).
         device: as in `get_gpu_memory_stats`.
 
@@ -167,6 +167,66 @@ def set_memory_fraction(fraction: float = 0.8, device: Any = None) -> MemoryLimi
         limit = MemoryLimit(f"cuda:{index}", fraction, int(fraction * total), total, in_use)
     log.info("%s", limit.description)
     return limit
+
+
+def _limit_cache(torch: Any, fraction: float, index: int) -> float:
+    """Limit the allocator on a GPU to a share of its memory, and return that share.
+
+    It is smaller than ``fraction`` if the user exported a smaller limit.
+    """
+    limit = min(float(fraction), exported_fraction(os.environ))
+    # The call makes the GPU torch's current device, and the context restores the previous device.
+    with torch.cuda.device(index):
+        torch.cuda.set_per_process_memory_fraction(limit, index)
+    return limit
+
+
+def _limit_host(fraction: float) -> MemoryLimit:
+    """Limit the writable private memory of this process to a share of the host's memory."""
+    memory = read_host_memory()
+    most = int(fraction * memory.total)
+    if memory.data >= most:
+        raise ValueError(
+            f"fraction={fraction:g}: that is {most / MIB:,.0f} MiB of host memory, and this "
+            f"process has {memory.data / MIB:,.0f} already"
+        )
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    soft = hard if fraction == 1 else most
+    if hard != resource.RLIM_INFINITY:
+        soft = min(soft, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+    return MemoryLimit("cpu", fraction, most, memory.total, memory.data)
+
+
+def limit_when_cuda_starts(fraction: float, index: int | None) -> bool:
+    """Limit this process's caching allocator to a share of a GPU's memory once torch starts CUDA.
+
+    A refusal by torch is logged.
+
+    Args:
+        fraction: the share, from 0 to 1.
+        index: the number of the GPU. None: the CPU, which has no limit.
+
+    Returns:
+        False if torch is not imported yet. The caller then has to call again later.
+    """
+    if index is None:
+        if fraction != MemoryConfig.fraction:
+            log.info("memory.fraction=%g: has no effect on the CPU", fraction)
+        return True
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+
+    def limit() -> None:
+        try:
+            share = _share_that_host_can_spare(torch, fraction, index)
+            _limit_cache(torch, share, index)
+        except (RuntimeError, ValueError) as error:
+            log.warning("memory.fraction=%g: %s", fraction, first_line(error))
+
+    when_cuda_starts(torch, limit)
+    return True
 
 
 def _share_that_host_can_spare(torch: Any, fraction: float, index: int) -> float:
@@ -214,59 +274,3 @@ def share_of_unified_memory(fraction: float, total: int, available: int) -> floa
     kept_for_host = min(_HOST_KEEPS_BYTES, total // 4)
     largest = max(available - kept_for_host, total // 16)
     return min(fraction, largest / total)
-
-
-def _limit_cache(torch: Any, fraction: float, index: int) -> float:
-    """Limit the allocator on a GPU, and return the limit: at most what the user exports."""
-    limit = min(float(fraction), exported_fraction(os.environ))
-    # torch makes the GPU the current device. The context undoes that.
-    with torch.cuda.device(index):
-        torch.cuda.set_per_process_memory_fraction(limit, index)
-    return limit
-
-
-def _limit_host(fraction: float) -> MemoryLimit:
-    memory = read_host_memory()
-    most = int(fraction * memory.total)
-    if memory.data >= most:
-        raise ValueError(
-            f"fraction={fraction:g}: that is {most / MIB:,.0f} MiB of host memory, and this "
-            f"process has {memory.data / MIB:,.0f} already"
-        )
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    soft = hard if fraction == 1 else most
-    if hard != resource.RLIM_INFINITY:
-        soft = min(soft, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-    return MemoryLimit("cpu", fraction, most, memory.total, memory.data)
-
-
-def limit_when_cuda_starts(fraction: float, index: int | None) -> bool:
-    """Limit this process's caching allocator to a share of a GPU's memory once torch starts CUDA.
-
-    If torch refuses the limit, that is logged.
-
-    Args:
-        fraction: the share, from 0 to 1.
-        index: the number of the GPU. None: the CPU, which has no limit.
-
-    Returns:
-        False if torch is not imported yet, so that the call has to be repeated.
-    """
-    if index is None:
-        if fraction != MemoryConfig.fraction:
-            log.info("memory.fraction=%g: has no effect on the CPU", fraction)
-        return True
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return False
-
-    def limit() -> None:
-        try:
-            share = _share_that_host_can_spare(torch, fraction, index)
-            _limit_cache(torch, share, index)
-        except (RuntimeError, ValueError) as error:
-            log.warning("memory.fraction=%g: %s", fraction, first_line(error))
-
-    when_cuda_starts(torch, limit)
-    return True

@@ -1,8 +1,8 @@
-"""Read how much memory this process uses, and how full the device is.
+"""Reads how much memory this process uses, and how full the device is.
 
-Called by users, by the command ``memory``, and in the process that trains. Imports no torch and
-starts no CUDA, whose context would take hundreds of MiB. Without CUDA, the figures come from NVML
-or from the host.
+Users call these functions, the command ``memory`` does, and so does the process that trains. The
+module neither imports torch nor starts CUDA, whose context would take hundreds of MiB. Without
+CUDA, the figures come from NVML or from the host.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class MemoryStats:
     """Memory of this process on a device, in bytes.
 
     Attributes:
-        device: ``cuda:0`` as this process counts, or ``cpu``: then the figures are the host's.
+        device: ``cuda:0``, as this process numbers the GPUs, or ``cpu`` for figures of the host.
         allocated: memory in tensors. On the host, the resident memory of the process.
         reserved: memory that the caching allocator holds, used or not. On the host, the same as
             ``allocated``.
@@ -40,8 +40,8 @@ class MemoryStats:
         largest_free_block: the largest unused block of the caching allocator. None on the host.
         fragmentation: share of the unused reserved memory outside of that block, from 0 (a single
             block) to 1. None on the host.
-        retries: how often the allocator had to return its cache to satisfy a request.
-        oom_count: how often the allocator could not satisfy a request.
+        retries: number of requests for which the allocator had to return its cache.
+        oom_count: number of requests that the allocator could not satisfy.
         note: explains the figures if they do not come from CUDA, else empty.
     """
 
@@ -115,7 +115,7 @@ get_cuda_memory_info = get_gpu_memory_stats
 
 
 def print_cuda_memory_info(device: Any = None, *, file: IO[str] | None = None) -> None:
-    """Print the figures of `get_gpu_memory_stats`, each on its own line, in MiB.
+    """Print the figures of `get_gpu_memory_stats`, each on its own line, with sizes in MiB.
 
     Args:
         device: as in `get_gpu_memory_stats`.
@@ -141,7 +141,7 @@ def log_gpu_memory_stats(prefix: str = "", device: Any = None) -> MemoryStats:
     """Log the figures of `get_gpu_memory_stats` in a line that starts with ``prefix``.
 
     Args:
-        prefix: the start of the line, without its colon. Empty: no prefix.
+        prefix: the start of the line, to which a colon is added. Empty: no prefix.
         device: as in `get_gpu_memory_stats`.
 
     Returns:
@@ -183,16 +183,16 @@ def _read_free_and_total(torch: Any, ordinal: int) -> tuple[int | None, int]:
     if has_context(torch, ordinal):
         free, total = torch.cuda.mem_get_info(ordinal)
         return free, total
-    # mem_get_info() would create a context.
+    # torch.cuda.mem_get_info would create a context, so NVML gives the free memory.
     gpu = find_gpu(cuda.gpu_uuid(torch, ordinal))
     total = torch.cuda.get_device_properties(ordinal).total_memory
     return None if gpu is None else gpu.free_bytes, total
 
 
 def _read_nvml(ordinal: int) -> MemoryStats | None:
-    """Return the figures of the GPU with this number for CUDA, or None if there is no such GPU."""
+    """Return the figures of the GPU with this number in CUDA, or None if no such GPU exists."""
     torch = sys.modules.get("torch")
-    # torch was built without CUDA, so this process cannot use any GPU.
+    # A torch that was built without CUDA cannot use any GPU. Its torch.version.cuda is None.
     if getattr(getattr(torch, "version", None), "cuda", "") is None:
         return None
     gpus = visible_gpus(read_inventory(processes=False), os.environ).gpus
@@ -223,7 +223,7 @@ def _read_host(note: str) -> MemoryStats:
 
 
 def describe_figures(device: str, allocated: int, peak: int, reserved: int = 0) -> str:
-    """Describe figures in bytes. For the device ``cpu`` they are those of the whole process."""
+    """Describe figures that are in bytes. For the device ``cpu``, they are the process's."""
     if device == "cpu":
         return f"host memory: {show_mib(allocated)} resident (peak {show_mib(peak)})"
     in_tensors = f"{show_mib(allocated)} in tensors (peak {show_mib(peak)})"
@@ -231,5 +231,5 @@ def describe_figures(device: str, allocated: int, peak: int, reserved: int = 0) 
 
 
 def show_mib(size: float) -> str:
-    """Return bytes as text in MiB, with a comma between thousands."""
+    """Return a size in bytes as text in MiB, with a comma between thousands."""
     return f"{size / MIB:,.1f} MiB"

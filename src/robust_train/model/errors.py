@@ -114,7 +114,7 @@ _PASSING = (
 def make_folder_error(problem: str, error: OSError) -> ConfigError:
     """Return the error to raise for a run folder that ``error`` makes unusable.
 
-    A disk problem that may pass is not a mistake in the configuration.
+    If the disk problem may pass, the error asks to try the same command later.
     """
     if error.errno in _PASSING:
         return RunFolderUnavailableError(f"{problem}; the same command may succeed later")

@@ -49,8 +49,8 @@ class GpuInfo:
     owned: bool = False
     # Whether NVIDIA's Multi-Process Service owns it, so that exclusive mode does not matter.
     mps: bool = False
-    # CUDA's number of the GPU under `CUDA_DEVICE_ORDER=PCI_BUS_ID` without a mask. None if the
-    # lists of NVML and CUDA may differ.
+    # The GPU's number in CUDA with `CUDA_DEVICE_ORDER=PCI_BUS_ID` and without a mask. None if CUDA
+    # may list other GPUs than NVML.
     cuda_index: int | None = None
 
     @property

@@ -23,8 +23,8 @@ T = TypeVar("T")
 class Part:
     """A feature's addition to a record. Without arguments it has no content."""
 
-    # The record's field behind which these fields stand in files; empty if they are in no file.
-    behind: ClassVar[str] = ""
+    # The field of the record that these fields follow in files. Empty if no file contains them.
+    written_after: ClassVar[str] = ""
 
 
 P = TypeVar("P", bound=Part)
@@ -47,13 +47,13 @@ def load_parts() -> tuple[type[Part], ...]:
 
 @functools.cache
 def _places(record: type[Record[Any]]) -> Sequence[tuple[str, Sequence[type[Part]]]]:
-    """Return the fields of a record in the order of files, each with the parts behind it."""
-    behind: dict[str, list[type[Part]]] = {item.name: [] for item in fields(record)}
-    del behind["parts"]
+    """Return the fields of a record in the order of files, each with the parts that follow it."""
+    following: dict[str, list[type[Part]]] = {item.name: [] for item in fields(record)}
+    del following["parts"]
     for kind in parts_like(record.kind_of_part):
-        if kind.behind:
-            behind[kind.behind].append(kind)
-    return list(behind.items())
+        if kind.written_after:
+            following[kind.written_after].append(kind)
+    return list(following.items())
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,6 @@ class Record(Generic[P]):
         """
         if not isinstance(data, Mapping):
             raise MalformedEventError("not an object")
-        kinds = [kind for kind in parts_like(cls.kind_of_part) if kind.behind]
+        kinds = [kind for kind in parts_like(cls.kind_of_part) if kind.written_after]
         record = from_json(cls, {**data, "parts": ()})
         return record.having(*(from_json(kind, data) for kind in kinds))

@@ -30,7 +30,7 @@ class Knob(Part):
     """A feature's choice for an attempt."""
 
     @classmethod
-    def asked(cls: type[K], config: RobustConfig, environ: Mapping[str, str]) -> K:
+    def from_config(cls: type[K], config: RobustConfig, environ: Mapping[str, str]) -> K:
         """Return the user's choice, from a job's config and environment."""
         return cls()
 

@@ -26,7 +26,7 @@ def retry_with_half(context: FailureContext, why: str) -> Retry:
 
 
 def retry_after_pause(context: FailureContext, seconds: float) -> Retry | None:
-    """Return the same attempt again after a pause. None if ``max_retries`` allows no more."""
+    """Return a retry of the same attempt after a pause, or None if ``max_retries`` is used up."""
     if not context.has_retries:
         return None
     how = f": the same again in {seconds:g} s, from {context.saved}"

@@ -59,7 +59,9 @@ class PolicySettings:
             has_batch=traits.has_batch,
             accumulates=traits.accumulates,
         )
-        requested = requested.having(*(kind.asked(config, environ) for kind in parts_like(Knob)))
+        requested = requested.having(
+            *(kind.from_config(config, environ) for kind in parts_like(Knob))
+        )
         has_key = CHECKPOINTING in (config.theirs or ())
         more.setdefault("can_checkpoint", config.is_built_in or has_key)
         settings = cls(config, requested, **more)

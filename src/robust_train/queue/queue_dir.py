@@ -90,7 +90,7 @@ class Exclusion:
         return max(EXCLUDED_SECONDS - abs(time.time() - self.time), 0.0)
 
     def sentence(self) -> str:
-        """Return how long the GPU is excluded, by whom, and why."""
+        """Return a sentence: how long the GPU is excluded, by which user, and why."""
         return (
             f"excluded for another {self.seconds_left / 60:.0f} min by a job of {self.by}: "
             f"{self.reason} (robust-train doctor --include {self.uuid})"
@@ -98,7 +98,7 @@ class Exclusion:
 
 
 class QueueDir:
-    """Opens the folder for this boot of this host in the queue directory ``base``.
+    """The open folder for this boot of this host, in the queue directory ``base``.
 
     Raises:
         QueueError: the folder cannot be used, or must not be trusted.
@@ -107,14 +107,14 @@ class QueueDir:
     def __init__(self, base: Path) -> None:
         self.base = base
         self.path = base / boot_name()
-        base_owner = _check_owner(base)
-        path_owner = _check_owner(self.path)
-        # The user who may remove any file in it, 0 for root.
+        base_owner = _make_trusted(base)
+        path_owner = _make_trusted(self.path)
+        # The user who may remove any file in the folder, 0 for root.
         self.owner = base_owner or path_owner
         with self.convert_errors("used"):
-            self.file_system = kind = file_system_of(self.path)
-        if _NOT_LOCAL.match(kind):
-            raise QueueError(base, f"is on {kind}, where locks may hang or not work")
+            self.file_system = file_system_of(self.path)
+        if _NOT_LOCAL.match(self.file_system):
+            raise QueueError(base, f"is on {self.file_system}, where locks may hang or not work")
         if not os.access(self.path, os.W_OK | os.X_OK, effective_ids=True):
             raise QueueError(self.path, "is not writable")
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -128,16 +128,16 @@ class QueueDir:
     def matches(
         self, pattern: re.Pattern[str], without: Collection[str] = ()
     ) -> list[re.Match[str]]:
-        """Return the files whose names match, sorted by name, except the names ``without``.
+        """Return the matches of the file names, sorted, except for the names in ``without``.
 
-        Only the first thousand files of each user count, so that no user can delay the others.
+        Only the first thousand files of each user count, so that no user can delay other users.
 
         Raises:
             OSError: the directory cannot be listed.
         """
         try:
             names = os.listdir(self.fd)
-        except (FileNotFoundError, NotADirectoryError):  # someone has removed the directory
+        except (FileNotFoundError, NotADirectoryError):  # Someone has removed the directory.
             return []
         matches = []
         for name in sorted(set(names).difference(without)):
@@ -160,7 +160,7 @@ class QueueDir:
     def create_file(self, name: str) -> Iterator[int]:
         """Create a file and yield its descriptor. Only this process can find it within the block.
 
-        After the block, the file has its name, and everyone may read it. If the block or the
+        After the block, the file gets its name, and everyone may read it. If the block or the
         renaming raises an exception, the file is removed.
 
         Raises:
@@ -201,14 +201,14 @@ class QueueDir:
             return NO_LIMIT
 
     def exclusions(self) -> list[Exclusion]:
-        """Return the exclusions in force. If a GPU has several, the longest of them counts."""
+        """Return the exclusions in force. If a GPU has several, the longest exclusion counts."""
         longest: dict[str, Exclusion] = {}
         for file in self._exclusion_files():
             exclusion = self._read_exclusion(file)
             if exclusion is None or not exclusion.seconds_left:
                 continue
-            known = longest.get(exclusion.uuid)
-            if known is None or exclusion.seconds_left >= known.seconds_left:
+            previous = longest.get(exclusion.uuid)
+            if previous is None or exclusion.seconds_left >= previous.seconds_left:
                 longest[exclusion.uuid] = exclusion
         return sorted(longest.values(), key=lambda exclusion: exclusion.seconds_left)
 
@@ -283,8 +283,8 @@ class QueueDir:
             data, status = read_small(file[0], MOST_BYTES, self.fd)
             if status.st_uid != int(file[2]):
                 return None
-            about = {"uuid": file[1], "by": user_name(status.st_uid)}
-            return from_json(Exclusion, {**parse_json(data), **about})
+            trusted = {"uuid": file[1], "by": user_name(status.st_uid)}
+            return from_json(Exclusion, {**parse_json(data), **trusted})
         return None
 
     def _read_limit(self) -> int:
@@ -339,8 +339,9 @@ def directory_for(setting: str | None, environ: Mapping[str, str]) -> Path:
     return _TEMPORARY / _NAME
 
 
-def is_made(path: Path) -> bool:
-    """Return whether a queue directory exists, or may exist where this user cannot look."""
+def may_exist(path: Path) -> bool:
+    """Return False if a queue directory certainly does not exist, and True if it exists or if this
+    user cannot look."""
     try:
         path.lstat()
     except OSError as error:
@@ -359,7 +360,7 @@ def tmpfiles_line(path: Path) -> str:
 
 def file_system_of(path: Path) -> str:
     """Return the type of a directory's file system, such as ``ext4``."""
-    # psutil is not used: before 6.0 it reads every mount, and a dead network disk would hang.
+    # psutil before 6.0 reads every mount, and would hang at a dead network disk.
     mounts = Path("/proc/self/mounts").read_text(errors="surrogateescape")
     lines = (line.split(" ") for line in mounts.split("\n"))
     types = {words[1]: words[2] for words in lines if len(words) > 2}
@@ -388,13 +389,17 @@ def why_not_done(error: OSError, done: str) -> str:
     return f"cannot be {done} ({error.strerror})"
 
 
-def _check_owner(path: Path) -> int:
-    """Return the owner of a directory that can be trusted. Creates the directory if needed."""
+def _make_trusted(path: Path) -> int:
+    """Create a directory if it is missing, and return its owner.
+
+    Raises:
+        QueueError: it cannot be created, or must not be trusted.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             path.mkdir(_SHARED_MODE)
-            path.chmod(_SHARED_MODE)  # `mkdir` applies the umask
+            path.chmod(_SHARED_MODE)  # `mkdir` applies the umask.
         status = path.lstat()
     except OSError as error:
         raise QueueError(path, why_not_done(error, "used")) from error
@@ -402,9 +407,7 @@ def _check_owner(path: Path) -> int:
         raise QueueError(path, "is a symbolic link or not a directory")
     is_sticky = bool(status.st_mode & stat.S_ISVTX)
     if status.st_mode & 0o022 and not is_sticky:
-        advice = f"chmod 1777 {path}"
-        trouble = f"may be written by others without a sticky bit ({advice})"
-        raise QueueError(path, trouble)
+        raise QueueError(path, f"may be written by others without a sticky bit (chmod 1777 {path})")
     is_shared = is_sticky and status.st_mode & 0o002
     if status.st_uid not in (0, os.geteuid()) and not is_shared:
         raise QueueError(path, f"belongs to user {status.st_uid} and is not shared")

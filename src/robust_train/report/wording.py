@@ -229,11 +229,11 @@ def advice_of(story: Story, keys: Mapping[str, str] | None) -> Iterator[Advice]:
     """
     words = Words(keys)
     for advice in _find_advice(story):
-        steps = tuple(words.text(step) for step in advice.steps)
-        overrides = words.text(advice.overrides or "") or None
+        steps = tuple(words.reword(step) for step in advice.steps)
+        overrides = words.reword(advice.overrides or "") or None
         yield replace(advice, steps=steps, overrides=overrides)
     for finding in speed_advice(story.attempts):
-        yield Advice(_sentence(words.text(finding)))
+        yield Advice(_sentence(words.reword(finding)))
 
 
 def _find_advice(story: Story) -> Iterator[Advice]:

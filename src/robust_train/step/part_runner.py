@@ -272,7 +272,7 @@ class PartRunner(Generic[T]):
         self._ran_out = None
         return agreed is None or agreed.ran_out is None
 
-    # --- how a step ends that is not repeated ---
+    # --- to end a step that is not repeated ---
 
     def _end_as_shortage(
         self, note: str, used: int, error: BaseException | None = None

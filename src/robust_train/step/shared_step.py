@@ -125,10 +125,10 @@ class SharedStep:
 
     @contextlib.contextmanager
     def extra_pass(self) -> Iterator[None]:
-        """Surround a pass that is not a part, which all ranks of a sharded model run together.
+        """Surround a pass in addition to the parts. All ranks of a sharded model run it together.
 
-        Afterwards sharded models are reset on every rank. If only some ranks had freed gathered
-        weights, the next passes of the ranks would differ.
+        Afterwards, sharded models are reset on every rank. Otherwise only some ranks may have freed
+        their gathered weights, and the ranks' next passes would differ.
         """
         if self._group is None:
             yield

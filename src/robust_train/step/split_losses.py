@@ -1,7 +1,7 @@
 """The losses of a part and of its two halves, and the arithmetic that compares them.
 
-Pure functions and values, used by :mod:`.split_checker` in the process that trains. Losses that
-differ only by rounding or by random numbers (dropout) count as equal.
+:mod:`.split_checker` uses these pure functions in the process that trains. Losses that differ only
+by rounding, or by random numbers (dropout), count as equal.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Losses:
     whole: float
     halves: tuple[float, ...]
     weights: tuple[float, ...]
-    # The relative difference that the number formats explain. 0: float32.
+    # The relative difference that a number format less exact than float32 explains, else 0.
     rounding: float = 0.0
-    # The largest term that the loss was added up from. A small loss may be the difference of large
-    # terms, and has their rounding error.
+    # The largest term in the sum that makes the loss. A small loss may be the difference of large
+    # terms, and then has their rounding error.
     largest_term: float = 0.0
 
     @property
@@ -41,7 +41,7 @@ class Losses:
 
     @property
     def difference(self) -> float:
-        """The distance between the loss of the whole and that of the halves."""
+        """The absolute difference between the loss of the whole and the sum of the halves."""
         return abs(self.whole - self.sum)
 
     @property
@@ -58,15 +58,15 @@ class Losses:
 
     @property
     def agree(self) -> bool:
-        """Whether the losses of whole and halves are equal except for rounding."""
+        """Whether the whole and its halves have the same loss, except for rounding."""
         return math.isfinite(self.sum) and self.difference <= self.tolerance
 
 
 def differ_beyond_noise(draws: Sequence[Losses]) -> bool:
-    """Return whether whole and halves differ by more than their random numbers explain.
+    """Return whether the whole and its halves differ by more than their random numbers explain.
 
-    In each draw, whole and halves begin with the same random numbers. The mean difference of all
-    draws is compared with zero, as in a paired t-test.
+    In each draw, the whole and its halves start from the same random numbers. The mean difference
+    of all draws is compared with zero, as in a paired t-test.
     """
     differences = [draw.whole - draw.sum for draw in draws]
     if not all(map(math.isfinite, differences)):
@@ -99,9 +99,9 @@ def describe_losses(losses: Losses, samples: int, first: int | None = None) -> s
     """Describe the losses in a sentence.
 
     Args:
-        losses: the losses of a part and its two pieces.
+        losses: the losses of the part and its two pieces.
         samples: the number of samples in the part.
-        first: the number of samples in its first piece. None: half of them.
+        first: the number of samples in the first piece. None: the pieces are halves.
     """
     first_loss, second_loss = losses.halves
     whole = f"a part of {samples} has loss {losses.whole:.6g}"

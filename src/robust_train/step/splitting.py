@@ -1,7 +1,9 @@
-"""Split a batch of any structure into parts along its first dimension, and join their results.
+"""Splits a batch of any structure into parts along its first dimension, and joins their results.
 
-The batcher, the engine and the integrations call these functions in the process that trains. The
-size of the parts is in :mod:`.micro_batch_size`.
+The batcher, the engine and the integrations use this module in the process that trains. The first
+functions count and cut the samples of any batch. `join_parts` joins the results of the parts, and
+:class:`Parts` is a batch together with the rules to split it. :mod:`.micro_batch_size` chooses the
+size of the parts.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from robust_train.memory.nesting import DESCEND, rebuild
 T = TypeVar("T")
 
 Length = Callable[[Any], int]
-"""Number of samples in a batch."""
+"""Returns the number of samples in a batch."""
 
 Split = Callable[[Any, int, int], Any]
 """``split(batch, start, stop)`` returns the samples from ``start`` to ``stop - 1``."""
@@ -32,15 +34,18 @@ Count = Callable[[Any], "float | torch.Tensor"]
 """Returns the number of items (samples, tokens, unmasked positions) that a loss averages over."""
 
 
+# --- to count and cut samples ---
+
+
 def bounds(samples: int, at_most: int, start: int = 0, *, least: int = 1) -> list[tuple[int, int]]:
     """Split the samples from ``start`` up to ``samples`` into as few parts as possible.
 
-    The parts are even in size, because even parts need the least memory. No part has fewer than
-    ``least`` samples if there are that many: BatchNorm refuses a lone sample. Then a part may
-    exceed ``at_most`` by 1.
+    The parts are of equal size, or differ by 1, because such parts need the least memory. If the
+    batch has ``least`` samples, so has each part, because BatchNorm refuses a single sample. A part
+    may then exceed ``at_most`` by 1.
 
     Returns:
-        The first sample of each part, and the sample after its last.
+        The first sample of each part, and the sample after its last sample.
     """
     count = samples - start
     parts = -(-count // at_most)
@@ -51,7 +56,7 @@ def bounds(samples: int, at_most: int, start: int = 0, *, least: int = 1) -> lis
 
 
 def share_of(samples: Sequence[T], rank: int, ranks: int) -> Sequence[T]:
-    """Return the samples for ``rank``. The first ranks may have one sample more than the last."""
+    """Return the samples for ``rank``. The first ranks may get one sample more than the others."""
     least, more = divmod(len(samples), ranks)
     start = rank * least + min(rank, more)
     length = least + 1 if rank < more else least
@@ -62,8 +67,8 @@ def length_of(batch: Any, *, is_strict: bool = False) -> int:
     """Return the number of samples: the first dimension of the tensors, or a list's length.
 
     Args:
-        is_strict: refuse a batch with numbers or arrays without dimensions, which may describe all
-            samples.
+        is_strict: refuse a batch that contains numbers, or arrays without dimensions, because they
+            may describe all samples.
 
     Raises:
         TypeError: the batch has no tensor, array or list of samples.
@@ -71,7 +76,7 @@ def length_of(batch: Any, *, is_strict: bool = False) -> int:
     """
     lengths: list[tuple[str, int]] = []
 
-    def note(item: Any, name: str) -> Any:
+    def add_length(item: Any, name: str) -> Any:
         if isinstance(item, PackedSequence):  # Its first dimension is time.
             raise TypeError(
                 "cannot count the samples of a PackedSequence: give length=… and split=…, or pack "
@@ -85,7 +90,7 @@ def length_of(batch: Any, *, is_strict: bool = False) -> int:
             return DESCEND
         return item
 
-    rebuild(batch, note)
+    rebuild(batch, add_length)
     if not lengths:
         raise TypeError(
             f"cannot count the samples of a {type(batch).__name__}: it holds no tensor, array or "
@@ -101,10 +106,10 @@ def part_of(batch: Any, start: int, stop: int) -> Any:
     """Return the samples from ``start`` to ``stop - 1``, in the structure of ``batch``.
 
     Tensors and arrays are sliced, which copies nothing. Mappings, tuples and dataclasses are
-    rebuilt around their parts. In a list that holds tensors or arrays, which a loader makes from a
-    tuple, each entry is sliced. Any other list is sliced as a list of samples. Other values stay
-    as they are. A list with a tensor for each sample looks the same as a list from a loader, so
-    pass your own ``split`` and ``length`` for such a list.
+    rebuilt around their parts. In a list of tensors or arrays, which a loader makes from a tuple,
+    each entry is sliced. Any other list is sliced as a list of samples. Other values stay as they
+    are. A list with a tensor for each sample looks the same as a list from a loader, so such a
+    batch needs the user's own ``split`` and ``length``.
     """
 
     def cut(item: Any, name: str) -> Any:
@@ -133,7 +138,7 @@ def _concatenate(first: Any, last: Any) -> Any:
     """Join two parts of a batch into a part with the samples of both."""
     last_by_name: dict[str, Any] = {}
 
-    def note(item: Any, name: str) -> Any:
+    def keep(item: Any, name: str) -> Any:
         if not _has_samples(item):
             return DESCEND
         last_by_name[name] = item
@@ -149,15 +154,18 @@ def _concatenate(first: Any, last: Any) -> Any:
             return item + other
         return importlib.import_module("numpy").concatenate([item, other])
 
-    rebuild(last, note)
+    rebuild(last, keep)
     return rebuild(first, join)
+
+
+# --- to join results ---
 
 
 def join_parts(results: Sequence[Any], sizes: Sequence[int], *, any_length: bool = False) -> Any:
     """Join the results of parts into the result of the batch.
 
     Arrays and lists with an entry for each sample are concatenated. Floats are averaged, weighted
-    by the samples, and integers are summed. For any other value, the first part's is returned.
+    by the samples, and integers are summed. Any other value is that of the first part.
 
     Args:
         results: the result of each part, in any structure that `part_of` accepts.
@@ -199,7 +207,7 @@ def join_parts(results: Sequence[Any], sizes: Sequence[int], *, any_length: bool
 
 
 def _join_numbers(numbers: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Average floats, weighted by ``sizes``, and sum integers. For bools, return the first."""
+    """Average floats, weighted by ``sizes``, and sum integers. Of booleans, return the first."""
     dtype = torch.as_tensor(numbers[0]).dtype
     if dtype == torch.bool:
         return numbers[0]
@@ -209,9 +217,12 @@ def _join_numbers(numbers: Sequence[Any], sizes: Sequence[int]) -> Any:
     return sum(weighted) / sum(sizes)
 
 
+# --- a batch with the rules to split it ---
+
+
 @dataclass(frozen=True)
 class Part:
-    """Some consecutive samples of a batch, in the batch's structure."""
+    """Consecutive samples of a batch, in the batch's structure."""
 
     data: Any
     weight: float  # the weight of its mean loss in the mean loss of the batch
@@ -242,14 +253,14 @@ class Parts:
     split: Split = part_of
     # Returns the number of items that a loss averages over. None: the samples.
     count: Count | None = None
-    # False if the batch is certain to have items. Then they are counted only if it is split.
+    # False if the batch is certain to have items, which are then counted only if it is split.
     counts_whole: bool = True
 
     @classmethod
     def of(
         cls, batch: Any, length: Length | None, split: Split | None, count: Count | None = None
     ) -> Parts:
-        """Return a user's batch, with its samples counted by ``length``, if given."""
+        """Return a user's batch. ``length`` counts its samples if it is given."""
         if not length:
             length = len if split else length_of
         return cls(batch, length(batch), split or part_of, count)
@@ -273,7 +284,7 @@ class Parts:
     def part(self, start: int, stop: int, *, factor: float = 1.0) -> Part:
         """Return the samples from ``start`` to ``stop - 1``, with ``factor`` times their weight.
 
-        The data of a part that is the whole batch is the batch itself, without a copy.
+        If the part is the whole batch, its data is the batch itself and not a copy.
         """
         is_whole = (start, stop) == (0, self.samples)
         data = self.batch
@@ -293,16 +304,20 @@ class Parts:
 
 
 def _versions_in(batch: Any) -> list[tuple[Any, int]]:
+    """Return the tensors and arrays in a batch, each with a number that counts its changes."""
     versions: list[tuple[Any, int]] = []
 
-    def note(item: Any, name: str) -> Any:
+    def add_version(item: Any, name: str) -> Any:
         if not _has_samples(item):
             return DESCEND
         versions.append((item, version_of(item)))
         return item
 
-    rebuild(batch, note)
+    rebuild(batch, add_version)
     return versions
+
+
+# --- the values in a batch ---
 
 
 def _is_array(item: Any) -> bool:
@@ -318,10 +333,8 @@ def _has_samples(item: Any) -> bool:
 
 
 def _is_structure(items: Iterable[Any]) -> bool:
-    """Return whether a list contains arrays, as a loader makes it from a tuple.
-
-    Any other list is a list of samples.
-    """
+    """Return whether a list contains arrays, at any depth. A loader makes such a list from a tuple,
+    and any other list is a list of samples."""
     return any(
         _is_array(item)
         or (isinstance(item, Mapping) and _is_structure(item.values()))

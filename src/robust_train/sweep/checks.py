@@ -195,8 +195,8 @@ def find_direction(config: DictConfig) -> str:
 def name_keys_as_in(config: DictConfig) -> None:
     """Let our log lines name keys as the user of this config writes them."""
     words = Words(their_keys(config))
-    if words.of_log is not None:
-        change_words(words.of_log)
+    if words.for_log is not None:
+        change_words(words.for_log)
 
 
 @contextlib.contextmanager

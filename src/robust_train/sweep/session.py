@@ -239,7 +239,7 @@ class SweepCallback(Callback):
         try:
             if guest is not None and detaches:
                 problem = f"detach=true: not as a rank of {guest.engine}; leave it out"
-                raise ConfigError(Words(their_keys(config)).text(problem))
+                raise ConfigError(Words(their_keys(config)).reword(problem))
             # Rank 0 locks the run folder for all ranks.
             if guest is None or guest.rank == 0:
                 wait_until_free(Path(str(config.hydra.run.dir)))

@@ -1,7 +1,8 @@
 """The object ``run`` of a Python script, which ``robust_train.current_run()`` returns.
 
-It runs in the script's process, and writes its reports as lines of JSON into the file that
-``ROBUST_TRAIN_EVENTS`` names. :mod:`.messages` reads them in the attempt's process::
+The script's process uses it. It gets its settings from environment variables (`value_from`), and
+writes its reports as lines of JSON into the file that ``ROBUST_TRAIN_EVENTS`` names.
+:mod:`.messages` reads them in the attempt's process::
 
     run = robust_train.current_run()  # works without the launcher too, but reports nothing
     run.progress(step, loss=loss)
@@ -32,10 +33,10 @@ from robust_train.folder.trackers import TrackerNote
 from robust_train.model import events
 
 ReportLine = Callable[[dict[str, events.Json]], None]
-"""Writes a message as a line of JSON."""
+"""Writes the JSON object of a message as a line."""
 
 _SPLIT = ("batch_size", "gradient_accumulation_steps")
-"""The values that say how a script splits its batch."""
+"""The names of the values by which a script splits its batch."""
 
 
 class ScriptRun(Run):
@@ -60,7 +61,7 @@ class ScriptRun(Run):
             world_size=int(environ.get("WORLD_SIZE", 1)),
         )
         live = live_of(self)
-        if not value_from(environ, "run_dir"):
+        if not run_dir:
             # Without the launcher, no one resumes from this run.
             live.saving.list_nothing()
         # The runs of experiment trackers are known only in the script's process.
@@ -97,8 +98,8 @@ class ScriptRun(Run):
 
     @property
     def batch_size(self) -> int | None:
-        """Micro-batch size of this attempt, None without the launcher. If a script reads it, the
-        next attempt may have a smaller size."""
+        """Micro-batch size of this attempt, None without the launcher. Once a script has read it,
+        the next attempt may have a smaller size."""
         return self._read("batch_size")
 
     @property
@@ -107,8 +108,8 @@ class ScriptRun(Run):
         return self._read("gradient_accumulation_steps")
 
     def _read_split(self) -> None:
-        """Report that the script reads how to split its batch. The next attempt may then split it
-        in another way."""
+        """Report that the script follows the split of its batch, so that the next attempt may have
+        another split."""
         for name in _SPLIT:
             self._read(name)
 
@@ -127,10 +128,10 @@ class ScriptRun(Run):
 
 @functools.cache
 def current_run() -> ScriptRun:
-    """Return the attempt that this script belongs to.
+    """Return the run of this script. Every call returns the same object.
 
-    Under the launcher, SIGTERM then asks the script to stop instead of ending the process, if the
-    script calls ``run.should_stop()``. With several ranks, only rank 0 reports.
+    Under the launcher, SIGTERM no longer ends a script that calls ``run.should_stop()``, but makes
+    that call return True. With several ranks, only rank 0 reports.
     """
     path = os.environ.get(EVENTS_VARIABLE)
     if path is None:
@@ -147,11 +148,11 @@ def current_run() -> ScriptRun:
 
 
 def line_writer(path: Path) -> ReportLine:
-    """Return a function that appends a message to a file."""
+    """Return a function that appends messages to a file."""
     file = LineFile(path)
 
     def report(event: dict[str, events.Json]) -> None:
-        # A launcher that has ended, or a full disk, must not end the script.
+        # The script must survive a full disk and the end of its launcher.
         with contextlib.suppress(OSError):
             file.append((json.dumps(event, default=to_plain) + "\n").encode())
 
@@ -165,7 +166,7 @@ def _stop_on_sigterm(run: Run) -> None:
 
     def stop(signum: int, frame: FrameType | None) -> None:
         live_of(run).stops.request_stop()
-        # A script that never calls should_stop would not notice the request.
+        # A script that has never called should_stop ends at once, as without this handler.
         if not live_of(run).stops.is_cooperative:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)

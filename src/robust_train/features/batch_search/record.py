@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class SearchKnob(Knob):
     """Whether the attempt finds its micro-batch before it trains."""
 
-    behind = "accumulates"
+    written_after = "accumulates"
 
     searches: bool = False
 
@@ -40,7 +40,7 @@ class SearchKnob(Knob):
 class BatchSearchNote(Note):
     """The result of the probes before training."""
 
-    behind = "keeps_batch"
+    written_after = "keeps_batch"
     folds = (BatchSizeFound,)
 
     batch_size_found: Mapping[str, Json] | None = None

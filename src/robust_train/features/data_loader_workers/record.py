@@ -1,7 +1,7 @@
-"""The data-loader workers in an attempt's spec and record.
+"""The data-loader workers in an attempt's spec, in its record, and in the finding of its failure.
 
-The launcher chooses the knob, counts the workers, and adds note and finding. The remedies in
-`.model` read them.
+All of these are values of the launcher. `.launcher` counts the workers of an attempt and adds the
+note and the finding. The remedies in `.model` read the finding and choose the next knob.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 class WorkersKnob(Knob):
     """The number of data-loader workers, and of batches that they prefetch."""
 
-    behind = "ranks"
+    written_after = "ranks"
 
     num_workers: int = 0  # data-loader workers of each rank
     prefetch_factor: int = 2  # batches that each worker prepares ahead
 
     @classmethod
-    def asked(cls, config: RobustConfig, environ: Mapping[str, str]) -> WorkersKnob:
+    def from_config(cls, config: RobustConfig, environ: Mapping[str, str]) -> WorkersKnob:
         """Return the values of the keys under ``training``."""
         return cls(config.training.num_workers, config.training.prefetch_factor)
 
@@ -43,26 +43,25 @@ class WorkersKnob(Knob):
 
 @dataclass(frozen=True)
 class WorkersSeen(Event):
-    """The data-loader workers among the processes of an attempt that has ended."""
+    """The data-loader workers of an attempt, as last counted by the launcher. Sent at its end."""
 
     name = "workers_seen"
     is_journaled = False
     count: int
-    hold_most: bool
+    hold_most: bool  # whether the workers held most of the attempt's host memory
 
 
 @dataclass(frozen=True)
 class WorkersNote(Note):
-    """The workers that the launcher saw, None if unknown. Files contain them only as a finding of a
-    failure."""
+    """The workers that the launcher saw. Files contain them only as the finding of a failure."""
 
     folds = (WorkersSeen,)
 
-    workers_seen: int | None = None
-    they_held_most: bool | None = None
+    workers_seen: int | None = None  # their number, None if unknown
+    they_held_most: bool | None = None  # whether they held most of the memory, None if unknown
 
     def after(self, event: Event, attempt: Attempt) -> WorkersNote:
-        """Return the note after workers were seen."""
+        """Return the note with the counted workers."""
         if not isinstance(event, WorkersSeen):
             return self
         return WorkersNote(event.count, event.hold_most)
@@ -72,9 +71,9 @@ class WorkersNote(Note):
 class WorkersFinding(Finding):
     """The data-loader workers when host memory ran out, or when a worker died."""
 
-    behind = "library"
+    written_after = "library"
 
-    # Whether the trainer did not read the number of workers in its config.
+    # Whether the trainer never read the number of workers in its config.
     no_workers: bool = False
     workers: int | None = None  # data-loader workers among the attempt's processes
     # Whether the workers held most of the memory that ran out, None if unknown.

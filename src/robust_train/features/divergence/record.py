@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class DivergenceKnob(Knob):
     """How an attempt repeats the steps in which training diverged."""
 
-    behind = "accumulates"
+    written_after = "accumulates"
 
     lr_factor: float = 1.0  # `training.lr` is multiplied by it
     # The data up to this optimizer step is skipped, if the trainer can do that.
@@ -38,7 +38,7 @@ class DivergenceKnob(Knob):
 class DivergedFinding(Finding):
     """The steps in which training diverged."""
 
-    behind = "library"
+    written_after = "library"
 
     good_step: int | None = None  # the last step before training diverged
     bad_step: int | None = None  # the last step whose loss was checked
@@ -48,7 +48,7 @@ class DivergedFinding(Finding):
 class RepeatFinding(Finding):
     """How the trainer can change the steps that it repeats."""
 
-    behind = "has_checkpoint"
+    written_after = "has_checkpoint"
 
     passes_over: bool = False  # whether it can skip data, see `DivergenceKnob.skips_to`
     reads_lr: bool = False  # whether it uses the learning rate of its config
@@ -58,7 +58,7 @@ class RepeatFinding(Finding):
 class DivergenceNote(Note):
     """Whether an attempt is guarded, and how many updates the guard skipped."""
 
-    behind = "saved_step"
+    written_after = "saved_step"
     folds = (CheckpointSaved, UpdateSkipped)
 
     # Whether the last checkpoint that is known to be good is kept.

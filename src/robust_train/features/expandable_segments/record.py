@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 class SegmentsKnob(Knob):
     """Whether the attempt's CUDA allocator uses expandable segments."""
 
-    behind = "ranks"
+    written_after = "ranks"
 
     expandable_segments: bool = True
 
     @classmethod
-    def asked(cls, config: RobustConfig, environ: Mapping[str, str]) -> SegmentsKnob:
+    def from_config(cls, config: RobustConfig, environ: Mapping[str, str]) -> SegmentsKnob:
         """Return the user's setting, or the setting that suits the job if the user made none."""
         setting = use_expandable_segments(
             config.chosen("expandable_segments"),

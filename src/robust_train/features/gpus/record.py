@@ -15,7 +15,7 @@ from robust_train.model.attempt import Note
 class GpusNote(Note):
     """Free memory of the GPU on which an attempt failed, in bytes. None if unknown."""
 
-    behind = "exit"
+    written_after = "exit"
 
     gpu_free_before_bytes: int | None = None  # before the attempt
     gpu_free_after_bytes: int | None = None  # after the attempt's process had ended

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 class GradientsKnob(Knob):
     """Whether an attempt recomputes activations in the backward pass instead of keeping them."""
 
-    behind = "accumulates"
+    written_after = "accumulates"
 
     gradient_checkpointing: bool = False
 
     @classmethod
-    def asked(cls, config: RobustConfig, environ: Mapping[str, str]) -> GradientsKnob:
+    def from_config(cls, config: RobustConfig, environ: Mapping[str, str]) -> GradientsKnob:
         """Return whether ``training.gradient_checkpointing`` is true. By default the key is unset,
         and only the remedy turns it on."""
         return cls(config.training.gradient_checkpointing is True)

@@ -164,7 +164,7 @@ def _ran_whole(attempt: Attempt) -> bool:
 def _held_by(attempt: Attempt) -> int:
     """Return the peak of an attempt in bytes, or 0 if unknown.
 
-    Without a measurement torch's cache and the context that it measured are all that it held.
+    Without a measurement, the peak is the sum of torch's cache and its context, as torch saw them.
     """
     measured = attempt.memory.get(PEAK)
     return peak_by_torch(attempt.memory) if measured is None else measured

@@ -13,6 +13,6 @@ from robust_train.model.json import Json
 class StabilityNote(Note):
     """Whether the memory of an attempt was stable. The launcher sets it after the attempt."""
 
-    behind = "peak_memory_bytes"
+    written_after = "peak_memory_bytes"
 
     memory_stability: Mapping[str, Json] | None = None

@@ -14,7 +14,7 @@ from robust_train.model.json import Json
 class UpkeepNote(Note):
     """The figures of an attempt's final clean-up."""
 
-    behind = "memory"
+    written_after = "memory"
     folds = (MemoryCleared,)
 
     memory_returned: Mapping[str, Json] | None = None

@@ -1,5 +1,8 @@
-"""The knob that splits steps although that changes the loss, and the note of why a step was not
-split."""
+"""The knob that lets an attempt split steps although the loss changes, and the note of why a step
+could not be split.
+
+A remedy in `.model` sets the knob, and the policy reads both, in the launcher's process.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,14 @@ from robust_train.model.spec import Knob
 class SplitLossKnob(Knob):
     """Whether steps are split although the losses of parts do not add up to the batch's loss."""
 
-    behind = "accumulates"
+    written_after = "accumulates"
 
     splits_loss: bool = False
 
 
 @dataclass(frozen=True)
 class SplitNote(Note):
-    """The reason why a step could not be computed in parts. The note is in no file.
+    """The reason why a step could not be computed in parts. No file contains the note.
 
     Whether splitting would change the loss is a field of `Attempt`, because other features need it
     too.
@@ -29,14 +32,12 @@ class SplitNote(Note):
 
     folds = (SplitChecked,)
 
-    # The reason, if the attempt ended because a step cannot be computed in parts.
+    # The reason, if it ended the attempt. Empty otherwise.
     cannot_split: str = ""
 
     def after(self, event: Event, attempt: Attempt) -> SplitNote:
-        """Return the note after a check of whether a step can be split."""
-        match event:
-            case SplitChecked(ends_attempt=True, kept="no"):
-                return self
-            case SplitChecked(ends_attempt=True):
-                return SplitNote(event.message)
-        return self
+        """Return the note with the reason, if the event has one."""
+        if not isinstance(event, SplitChecked) or not event.ends_attempt:
+            return self
+        changes_loss = event.kept == "no"
+        return self if changes_loss else SplitNote(event.message)

@@ -27,7 +27,7 @@ class ReportPage(InLauncher):
             "advice", lambda: tuple(wording.speed_advice(summary.attempts))
         )
         goodput = compute_or_warn("goodput", lambda: goodput_from(sources))
-        advice = (*summary.advice, *map(words.text, speed_advice or ()))
+        advice = (*summary.advice, *map(words.reword, speed_advice or ()))
         summary = replace(summary, goodput=goodput, advice=advice)
         write_report(replace(sources, summary=summary))
         return summary

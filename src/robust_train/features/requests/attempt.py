@@ -102,7 +102,7 @@ class Requests(InAttempt):
         try:
             reply = self._reply(pending)
         except RefusedError as refusal:
-            problem = Words(self.live.their_keys).text(str(refusal))
+            problem = Words(self.live.their_keys).reword(str(refusal))
             reply = {"error": problem}
         except (ValueError, OSError) as error:  # An option's value or a file is unusable.
             reply = {"error": f"{verb}: {error}"}

@@ -1,7 +1,7 @@
-"""Watches the speed of an attempt in the launcher, and logs a cause that slows training down.
+"""Watches the speed of an attempt in the launcher, and warns of a cause that slows training down.
 
-A cause is logged once if it costs more than a fifth of the time for ten minutes: a slow data
-loader, a slow rank, a throttled GPU, or another process on the GPU.
+Such a cause is a slow data loader, a slow rank, a throttled GPU, or another process on the GPU. A
+cause that costs more than a fifth of the time for ten minutes is logged once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger("robust_train")
 
 LONG_SECONDS = 600.0  # a cause that has lasted this long is logged
 _POLL_SECONDS = 30.0
-_LEAST_STEPS = 20  # a speed is measured over at least this many steps, because the first are slow
+_LEAST_STEPS = 20  # a speed over fewer steps does not count, because the first steps are slow
 
 
 class SlowTraining(InLauncher):
@@ -39,7 +39,7 @@ class SlowTraining(InLauncher):
         self._watch: SlowWatch | None = None
 
     def request(self, request: AttemptRequest, attempt: Attempt) -> AttemptRequest:
-        """Start to watch the next attempt."""
+        """Watch the next attempt."""
         if not self.job.plan.config.runs_inline:
             self._watch = SlowWatch(attempt.spec.gpus, self._record)
         return request
@@ -76,11 +76,11 @@ class SlowWatch:
         self._send = send
         self._now = now
         self._speed: dict[int, Speed] = {}  # the last speed of each rank
-        self._best = 0.0  # the shortest seconds per step so far, 0 if unknown
+        self._best = 0.0  # the fewest seconds per step so far, 0 if unknown
         self._measured_at = now()
         self._next_poll = now()
-        self._since: dict[str, float] = {}  # when each present cause began
-        self._sent = ""  # the cause in the last event
+        self._since: dict[str, float] = {}  # when each present cause began, by its name
+        self._sent = ""  # the name of the cause in the last event, empty if it had none
         # Whether a process of the attempt was seen on a GPU, or the attempt has no GPU.
         self._is_on_gpu = not gpus
 
@@ -106,10 +106,11 @@ class SlowWatch:
         if not self._is_on_gpu:
             self._warn_of_unreserved_gpus()
         present = self._find_causes(now)
-        self._since = {what: self._since.get(what, now) for what in present}
+        self._since = {name: self._since.get(name, now) for name in present}
+        # An event without a cause reports that training is no longer slow.
         worst = Slow()
-        for what, cause in present.items():
-            has_lasted = now - self._since[what] >= LONG_SECONDS
+        for name, cause in present.items():
+            has_lasted = now - self._since[name] >= LONG_SECONDS
             if has_lasted and cause.share > worst.share:
                 worst = cause
         if worst.what != self._sent:
@@ -117,7 +118,7 @@ class SlowWatch:
             self._send(replace(worst, share=round(worst.share, 3)))
 
     def _find_causes(self, now: float) -> dict[str, Slow]:
-        """Return the present causes that cost much time."""
+        """Return the present causes that cost much time, by name."""
         speeds = list(self._speed.values())
         longest = max((3 * speed.seconds_per_step for speed in speeds), default=0.0)
         if now - self._measured_at > max(2 * _POLL_SECONDS, longest):
@@ -129,7 +130,10 @@ class SlowWatch:
         return find_causes(speeds, self._best, on_gpu)
 
     def _warn_of_unreserved_gpus(self) -> None:
-        """Warn once if the attempt computes on a GPU that is not reserved for it."""
+        """Warn if the attempt computes on a GPU that is not reserved for it.
+
+        The check is repeated until the attempt's processes are on a GPU, so it warns only once.
+        """
         use = _read_use(self._gpus)
         self._is_on_gpu = bool(use.ours)
         indices = {index for process in use.ours for index in process.gpus}
@@ -143,15 +147,15 @@ class SlowWatch:
 
 
 def _describe_gpu_problems(gpus: Group) -> dict[str, str]:
-    """Return a text for each problem of these GPUs now: throttling by heat or power, or processes
-    of others."""
+    """Return a text for each current problem of these GPUs, by name: throttling by heat or power,
+    or a process of another job or user."""
     use = _read_use(gpus)
     problems: dict[str, str] = {}
     for index, gpu in use.gpus.items():
         if gpu.throttled:
             problems[f"GPU {index}"] = f"GPU {index} is throttled ({gpu.throttled})"
     if not use.ours:
-        # Process ids cannot be compared, for example in a container.
+        # The driver's process ids cannot be matched with this job's, for example in a container.
         return problems
     for process in use.others:
         shared = [index for index in process.gpus if index in use.gpus]
@@ -167,7 +171,7 @@ class _GpuUse:
 
     gpus: dict[int, GpuInfo]  # the job's GPUs by index
     ours: list[CudaProcess]  # processes of this job
-    others: list[CudaProcess]
+    others: list[CudaProcess]  # all other processes
 
 
 def _read_use(gpus: Group) -> _GpuUse:

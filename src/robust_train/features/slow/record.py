@@ -27,7 +27,7 @@ class Slow(Event):
 class SlowNote(Note):
     """The cause that slows an attempt down now."""
 
-    behind = "micro_batch"
+    written_after = "micro_batch"
     folds = (Slow,)
 
     slow: str = ""  # the cause as a sentence, empty if training is not slow

@@ -16,7 +16,7 @@ from robust_train.model.spec import Speed
 class SavingNote(Note):
     """The time that checkpoints cost an attempt."""
 
-    behind = "saves"
+    written_after = "saves"
     folds = (CheckpointSaved,)
 
     saving_seconds: float = 0.0  # the seconds for which training waited for checkpoints
@@ -32,7 +32,7 @@ class SavingNote(Note):
 class SpeedNote(Note):
     """The last measured speed of each rank."""
 
-    behind = "memory"
+    written_after = "memory"
     folds = (SpeedMeasured,)
 
     speed: tuple[Speed, ...] = ()

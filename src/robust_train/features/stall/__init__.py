@@ -1,5 +1,4 @@
-"""Attempts that hang: they are detected and ended, and their stacks are recorded
-(``stall_timeout_minutes``)."""
+"""Detects attempts that hang, records their stacks, and ends them (``stall_timeout_minutes``)."""
 
 from robust_train.features.stall.model import StallKeys
 from robust_train.model.feature import Feature

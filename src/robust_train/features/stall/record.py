@@ -1,6 +1,7 @@
 """The events and the note of an attempt that makes no progress.
 
-``stall.launcher`` sends the events. The report reads the note, to count the time as lost.
+`.launcher` sends the events in the launcher's process. The report reads the note, and counts the
+time as lost.
 """
 
 from __future__ import annotations
@@ -31,21 +32,21 @@ class StallWarning(Event):
 
 @dataclass(frozen=True)
 class Stalled(Event):
-    """The attempt made no progress for ``seconds``. ``stacks`` has the stacks of its threads."""
+    """The attempt made no progress for ``seconds``, and is ended."""
 
     name = "stalled"
     seconds: float
-    stacks: str = ""
+    stacks: str = ""  # the stacks of its threads
 
     def notice(self, attempt: int | None) -> Notice:
-        """Return a message that the attempt is ended."""
+        """Return the message that the attempt is ended."""
         return Notice("stalled", f" made no progress in attempt {attempt}: the attempt is ended")
 
 
 @dataclass(frozen=True)
 class StallNote(Note):
-    """The seconds for which an attempt made no progress before it was ended. The note is in no
-    file."""
+    """The seconds for which an attempt made no progress before it was ended. No file contains the
+    note."""
 
     folds = (Stalled,)
 

@@ -16,26 +16,29 @@ _POLL_SECONDS = 5.0
 
 
 class TimeSlices(InLauncher):
-    """Gives the GPUs to another user's job once the time slice is over."""
+    """Gives the job's GPUs to a waiting job of another user once the time slice is over.
+
+    `tick` pauses the attempt, and `overrule` then queues the job again instead of ending it.
+    """
 
     def __init__(self, job: JobView) -> None:
         super().__init__(job)
-        self._paused = 0  # number of the attempt that was paused
+        self._paused = 0  # the number of the paused attempt, 0 if none was paused
         self._polled_at = -math.inf
 
     def tick(self, attempt: Attempt | None) -> Pause | None:
         """Pause the attempt if its slice is over and a user with fewer GPUs waits.
 
-        An attempt without a checkpoint is not paused, because it would start at the same step
-        again. A trainer in the launcher's process is not paused either, because only signals stop
-        it.
+        An attempt that has saved no checkpoint is not paused, because it would start at the same
+        step again. A trainer in the launcher's process is not paused either, because only a signal
+        can stop it.
         """
         if attempt is None or not attempt.saves or self.job.plan.config.runs_inline:
             return None
         signals = self.job.signals
         if signals.received or not signals.can_stop:
             return None
-        if not self._is_over():
+        if not self._is_due():
             return None
         self._polled_at = time.monotonic()
         waiting = self.job.driver.devices.find_job_to_yield_to()
@@ -45,8 +48,8 @@ class TimeSlices(InLauncher):
         whose = f"{waiting.shown_id} of {user_name(waiting.owner)}, who holds fewer GPUs"
         return Pause(f"the time slice is over, and job {whose}, waits")
 
-    def _is_over(self) -> bool:
-        """Return whether the slice is over, and it is time to look for waiting users again."""
+    def _is_due(self) -> bool:
+        """Return whether the slice is over, and the queue was not read in the last seconds."""
         config = self.job.plan.config
         minutes = config.of(TimeSliceKeys).gpu_slice_minutes
         if minutes is None or not config.wait_for_gpu:
