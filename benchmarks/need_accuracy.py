@@ -327,7 +327,7 @@ class Row:
 
 def run_job(job: Job, machine: Any, driver: Driver, folder: Path) -> Row:
     """Run a program to its end."""
-    from robust_train.features.measured_memory.model import with_margin
+    from robust_train.features.measured_memory.model import add_margin
     from robust_train.features.measured_memory.store import read_needs
     from world import World
 
@@ -340,7 +340,7 @@ def run_job(job: Job, machine: Any, driver: Driver, folder: Path) -> Row:
     output = "".join(process.communicate())
     needs = read_needs(place / "cache" / "robust-train" / "needs.json")
     peaks = [peak for need in needs.values() for peak in need.on().values()]
-    known = with_margin(max(peaks)) if peaks else None
+    known = add_margin(max(peaks)) if peaks else None
     if process.returncode:
         print(output, file=sys.stderr)
     return Row(job, process.returncode, driver.seen.get(place.name, Seen()), known)

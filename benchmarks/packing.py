@@ -56,9 +56,9 @@ def run_job(number: int, setting: Setting, folder: Path, board: mmap.mmap) -> No
     """Queue for a GPU, and hold memory there as a trace says. Raises OutOfMemory."""
     from robust_train.features.measured_memory.model import (
         MOST_TOGETHER,
+        add_margin,
+        estimate_peak,
         is_measured,
-        peak_at,
-        with_margin,
     )
     from robust_train.features.measured_memory.store import Need, read_needs, remember
     from robust_train.gpu.inventory import read_inventory
@@ -75,9 +75,9 @@ def run_job(number: int, setting: Setting, folder: Path, board: mmap.mmap) -> No
     need = 4000 * MIB
     most = 1
     if setting.is_packed:
-        peak = peak_at(read_needs(store).get("sweep", Need()).on(), size)
+        peak = estimate_peak(read_needs(store).get("sweep", Need()).on(), size)
         if peak:
-            need = with_margin(peak)
+            need = add_margin(peak)
             most = MOST_TOGETHER
 
     def read(processes: bool) -> Any:
@@ -103,7 +103,7 @@ def run_job(number: int, setting: Setting, folder: Path, board: mmap.mmap) -> No
         is_settled = is_measured(step, saved=has_validated, quiet_seconds=0)
         if not setting.is_packed:
             continue
-        wanted = with_margin(held)
+        wanted = add_margin(held)
         if not is_settled:
             wanted = max(wanted, need)
         reserved = queue.follow([held], wanted, MOST_TOGETHER if is_settled else None) or 0

@@ -136,7 +136,7 @@ def test_a_crash_keeps_what_was_measured(tmp_path, cuda_machine_with):
     job, pid = host.start(AUTO, "gpu_jobs_per_device=2")
     host.hold(pid, 6000)
     host.go()
-    wait_until(lambda: host.has_logged("6600 MiB are reserved by now"), "it is measured")
+    wait_until(lambda: host.has_logged("6600 MiB are now reserved"), "it is measured")
     for name in ("ready", "go"):
         (tmp_path / name).unlink()
     os.kill(pid, signal.SIGKILL)

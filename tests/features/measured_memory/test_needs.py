@@ -11,22 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from robust_train.config.schema import RobustConfig
-from robust_train.features.measured_memory.launcher import MeasuredMemory, Measurement
+from robust_train.features.measured_memory.launcher import MeasuredMemory
+from robust_train.features.measured_memory.measurement import Measurement
 from robust_train.features.measured_memory.model import (
     FIRST_STEPS,
     PEAK,
     QUIET_SECONDS,
     Sample,
-    fingerprint,
+    add_margin,
+    compute_torch_peak,
+    estimate_peak,
+    find_largest_fitting,
+    has_taken_all_at_once,
     is_measured,
-    largest_fitting,
-    peak_at,
-    peak_by_torch,
-    program_of,
-    took_all_at_once,
-    with_margin,
-    words_that_matter,
 )
+from robust_train.features.measured_memory.same_jobs import drop_labels, fingerprint, locate_program
 from robust_train.features.measured_memory.store import (
     MOST_JOBS,
     MOST_SIZES,
@@ -46,7 +45,7 @@ BYTES = st.integers(1, 1 << 40)
 @settings(max_examples=40, deadline=None)
 @given(BYTES, st.integers(0, 1 << 40))
 def test_a_reservation_covers_peak_and_holdings(peak, held):
-    reserved = with_margin(peak, held)
+    reserved = add_margin(peak, held)
     assert reserved >= max(1.1 * peak, held) - 1
     assert reserved <= max(1.1 * peak + 1, held)
 
@@ -56,30 +55,30 @@ def test_a_reservation_covers_peak_and_holdings(peak, held):
 def test_affine_memory_is_interpolated_exactly(weights, per_sample, sizes, size):
     """Up to one byte of rounding."""
     peaks = {measured: weights + per_sample * measured for measured in sizes}
-    assert abs(peak_at(peaks, size) - (weights + per_sample * size)) <= 1
+    assert abs(estimate_peak(peaks, size) - (weights + per_sample * size)) <= 1
 
 
 @settings(max_examples=40, deadline=None)
 @given(BYTES, SIZES, SIZES)
 def test_one_peak_answers_for_smaller_sizes_only(peak, measured, size):
     expected = peak if size <= measured else None
-    assert peak_at({measured: peak}, size) == expected
+    assert estimate_peak({measured: peak}, size) == expected
 
 
 @settings(max_examples=40, deadline=None)
 @given(BYTES, st.integers(1, 1 << 30), st.sets(SIZES, min_size=2, max_size=4), BYTES)
 def test_the_largest_fitting_size_fits(weights, per_sample, sizes, room):
     peaks = {measured: weights + per_sample * measured for measured in sizes}
-    fits = largest_fitting(peaks, room)
+    fits = find_largest_fitting(peaks, room)
     if fits:
-        assert with_margin(peak_at(peaks, fits)) <= room
+        assert add_margin(estimate_peak(peaks, fits)) <= room
     if fits < 1 << 19:
-        assert with_margin(peak_at(peaks, fits + 1)) > room
+        assert add_margin(estimate_peak(peaks, fits + 1)) > room
 
 
 def test_a_size_is_unknown_without_measurements():
-    assert peak_at({}, 8) is None
-    assert largest_fitting({}, GIB) is None
+    assert estimate_peak({}, 8) is None
+    assert find_largest_fitting({}, GIB) is None
 
 
 KEYS = {"seed": 1, "model": {"name": "vit", "width": 64}, "optim": {"lr": 0.1, "momentum": 0.9}}
@@ -117,11 +116,11 @@ def test_versions_and_programs_are_other_jobs():
 
 def test_a_command_line_loses_what_does_not_matter():
     argv = "python t.py --seed 3 --width 64 --lr=0.1 model.lr=1 run_name=x --fast --name -v"
-    assert words_that_matter(argv.split()) == ["python", "t.py", "--width", "64", "--fast", "-v"]
+    assert drop_labels(argv.split()) == ["python", "t.py", "--width", "64", "--fast", "-v"]
 
 
 def test_a_script_is_known_from_any_folder(tmp_path):
-    from_here = program_of(["python", "train.py"], str(tmp_path))
+    from_here = locate_program(["python", "train.py"], str(tmp_path))
     assert from_here == ["python", os.path.realpath(tmp_path / "train.py")]
 
 
@@ -135,23 +134,23 @@ def test_ten_steps_and_a_checkpoint_are_a_measurement():
 
 def test_torch_counts_a_peak_between_samples():
     figures = {"reserved": 2 * GIB, "max_allocated": 3 * GIB, "context_bytes": 500 * MIB}
-    assert peak_by_torch(figures) == 3 * GIB + 500 * MIB
-    assert peak_by_torch({"reserved": 2 * GIB}) == 0, "the context is unknown"
-    assert peak_by_torch({"max_resident": GIB}) == 0
+    assert compute_torch_peak(figures) == 3 * GIB + 500 * MIB
+    assert compute_torch_peak({"reserved": 2 * GIB}) == 0, "the context is unknown"
+    assert compute_torch_peak({"max_resident": GIB}) == 0
     config = RobustConfig(gpu_jobs_per_device=2)
     feature = MeasuredMemory(SimpleNamespace(plan=SimpleNamespace(config=config)))
-    feature.current = Measurement(1, ("A", "B"), {}, peaks={"A": GIB, "B": 2 * GIB})
+    feature.current = Measurement(("A", "B"), {}, peaks={"A": GIB, "B": 2 * GIB})
     attempt = Attempt(1, AttemptSpec((), 8, 1), memory=figures)
     assert feature.evidence(attempt, [attempt]).memory[PEAK] == 3 * GIB + 500 * MIB
 
 
 def test_a_program_that_takes_all_is_recognised():
-    assert took_all_at_once([500 * MIB, 31 * GIB], 40 * GIB, has_allocator=False)
-    assert not took_all_at_once([500 * MIB, 31 * GIB], 40 * GIB, has_allocator=True)
+    assert has_taken_all_at_once([500 * MIB, 31 * GIB], 40 * GIB, has_allocator=False)
+    assert not has_taken_all_at_once([500 * MIB, 31 * GIB], 40 * GIB, has_allocator=True)
     rising = [4 * GIB * number for number in range(1, 9)]
-    assert not took_all_at_once(rising, 40 * GIB, has_allocator=False)
+    assert not has_taken_all_at_once(rising, 40 * GIB, has_allocator=False)
     first_step = [500 * MIB, 13 * GIB, 37 * GIB]
-    assert not took_all_at_once(first_step, 40 * GIB, has_allocator=False)
+    assert not has_taken_all_at_once(first_step, 40 * GIB, has_allocator=False)
 
 
 def test_a_measurement_is_kept_and_found(tmp_path):

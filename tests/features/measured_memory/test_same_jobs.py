@@ -3,13 +3,9 @@
 import pytest
 
 from robust_train.config.composition import complete
-from robust_train.features.measured_memory.model import (
-    fingerprint,
-    program_of,
-    to_reserve,
-    words_that_matter,
-)
-from robust_train.features.measured_memory.recall import fingerprint_of, with_known_need
+from robust_train.features.measured_memory.model import choose_reservation
+from robust_train.features.measured_memory.recall import fingerprint_job, reserve_known_need
+from robust_train.features.measured_memory.same_jobs import drop_labels, fingerprint, locate_program
 from robust_train.launcher.plan import plan_job
 from robust_train.readable import GIB
 
@@ -47,16 +43,16 @@ def test_the_name_of_a_logger_does_not_count():
     "word", ["--model_name=xl", "model.name=xl", "--version=2", "--ckpt=opt-13b", "--config-name=b"]
 )
 def test_a_word_that_chooses_a_model_counts(word):
-    assert words_that_matter(["python", "t.py", word]) == ["python", "t.py", word]
+    assert drop_labels(["python", "t.py", word]) == ["python", "t.py", word]
 
 
 def test_a_module_of_another_folder_counts():
     """Two projects may both have a ``train``."""
     argv = ["python", "-m", "train"]
-    assert program_of(argv, "/a") != program_of(argv, "/b")
-    assert program_of(argv, "/a") == program_of(argv, "/a")
+    assert locate_program(argv, "/a") != locate_program(argv, "/b")
+    assert locate_program(argv, "/a") == locate_program(argv, "/a")
     script = ["python", "/a/train.py"]
-    assert program_of(script, "/a") == program_of(script, "/b")
+    assert locate_program(script, "/a") == locate_program(script, "/b")
 
 
 @pytest.mark.parametrize(
@@ -65,7 +61,7 @@ def test_a_module_of_another_folder_counts():
 )
 def test_a_margin_never_keeps_a_job_out(peak, expected):
     """On a GPU of 40 GiB, of which a desktop may hold a little."""
-    assert to_reserve(peak, 40 * GIB) == expected
+    assert choose_reservation(peak, 40 * GIB) == expected
 
 
 PROJECT = {
@@ -78,7 +74,7 @@ PROJECT = {
 
 
 def digest(tmp_path, cfg, folder):
-    return fingerprint_of(plan_job(len, complete(cfg), tmp_path / folder, remedies={}))
+    return fingerprint_job(plan_job(len, complete(cfg), tmp_path / folder, remedies={}))
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +115,7 @@ def test_a_function_of_another_folder_counts(tmp_path, monkeypatch):
         (folder / "same_name.py").write_text("def train(cfg): ...")
         monkeypatch.syspath_prepend(str(folder))
         cfg = complete({"trainer": {"_target_": "same_name.train"}})
-        digests.add(fingerprint_of(plan_job(None, cfg, folder / "run", remedies={})))
+        digests.add(fingerprint_job(plan_job(None, cfg, folder / "run", remedies={})))
     assert len(digests) == 2
 
 
@@ -135,7 +131,7 @@ def test_a_measurement_is_promised_only_on_gpus(tmp_path, caplog, monkeypatch, k
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     caplog.set_level("INFO", "robust_train")
     cfg = complete({**keys, "min_gpu_memory_mb": "auto"})
-    with_known_need(plan_job(len, cfg, tmp_path / "run", remedies={}))
+    reserve_known_need(plan_job(len, cfg, tmp_path / "run", remedies={}))
     assert [words in line for words, line in zip(said, caplog.messages, strict=True)] == [
         True for _ in said
     ]

@@ -15,12 +15,12 @@ from robust_train.config.placeholders import literal
 from robust_train.config.refusals import composed
 from robust_train.features.measured_memory.model import (
     PEAK,
-    largest_fitting,
-    peak_by_torch,
-    with_margin,
+    add_margin,
+    compute_torch_peak,
+    find_largest_fitting,
 )
 from robust_train.features.measured_memory.probe import run_probe
-from robust_train.features.measured_memory.recall import fingerprint_of_program
+from robust_train.features.measured_memory.recall import fingerprint_program
 from robust_train.features.measured_memory.store import Need, read_needs
 from robust_train.folder.run_list import KnownRun, choose_run
 from robust_train.folder.state import read_summary
@@ -81,11 +81,11 @@ def _need_of_program(argv: Sequence[str], arguments: Namespace) -> Said:
     peak = max(peaks.values())
     data: dict[str, Json] = {
         "peak_bytes": peak,
-        "need_bytes": with_margin(peak),
+        "need_bytes": add_margin(peak),
         "peaks": {str(size): bytes_ for size, bytes_ in sorted(peaks.items())},
     }
     lines = [
-        f"micro-batch {size}: {mib(bytes_)} at its peak, {mib(with_margin(bytes_))} to reserve"
+        f"micro-batch {size}: {mib(bytes_)} at its peak, {mib(add_margin(bytes_))} to reserve"
         for size, bytes_ in sorted(peaks.items())
     ]
     if count > 1:
@@ -101,7 +101,7 @@ def _known_need(argv: Sequence[str], num_gpus: int) -> Need:
     keys = ["trainer=command", "training.batch_size=1", "min_batch_size=1"]
     cfg = composed([*keys, f"num_gpus={num_gpus}"])
     OmegaConf.update(cfg, "trainer.argv", [literal(word) for word in argv])
-    return read_needs().get(fingerprint_of_program(checked(cfg)), Need())
+    return read_needs().get(fingerprint_program(checked(cfg)), Need())
 
 
 def _why_unknown(argv: Sequence[str], code: int | None) -> str:
@@ -120,7 +120,7 @@ def _need_of_run(run: KnownRun) -> Said:
     """Return what the attempts of a run have held."""
     summary = read_summary(run.run_dir)
     attempts = () if summary is None else summary.attempts
-    held = {attempt.number: _held_by(attempt) for attempt in attempts}
+    held = {attempt.number: _find_held(attempt) for attempt in attempts}
     measured = [attempt for attempt in attempts if held[attempt.number]]
     if not measured:
         what = "has not ended yet: robust-train queue shows what it holds"
@@ -137,14 +137,14 @@ def _need_of_run(run: KnownRun) -> Said:
     data: dict[str, Json] = {
         "run": run.id,
         "peak_bytes": peak,
-        "need_bytes": with_margin(peak),
+        "need_bytes": add_margin(peak),
         "micro_batch": size,
         "made_of": dict(made_of),
     }
     parts = ", ".join(f"{mib(bytes_)} {name}" for name, bytes_ in made_of.items())
     lines = [
         f"run {run.id} held {mib(peak)} at its peak, at micro-batch {size}: {parts}",
-        f"to reserve: {mib(with_margin(peak))}",
+        f"to reserve: {mib(add_margin(peak))}",
     ]
     need = Need()
     for attempt in measured:
@@ -161,13 +161,13 @@ def _ran_whole(attempt: Attempt) -> bool:
     return attempt.kind is not FailureKind.DEVICE_OOM and not is_split
 
 
-def _held_by(attempt: Attempt) -> int:
+def _find_held(attempt: Attempt) -> int:
     """Return the peak of an attempt in bytes, or 0 if unknown.
 
     Without a measurement, the peak is the sum of torch's cache and its context, as torch saw them.
     """
     measured = attempt.memory.get(PEAK)
-    return peak_by_torch(attempt.memory) if measured is None else measured
+    return compute_torch_peak(attempt.memory) if measured is None else measured
 
 
 def _made_of(attempt: Attempt, peak: int) -> Mapping[str, int]:
@@ -190,7 +190,7 @@ def _add_gpus(
     fitting = [
         gpu
         for gpu in gpus
-        if with_margin(peak) <= gpu.total_bytes or peak in need.peaks.get(gpu.name, {}).values()
+        if add_margin(peak) <= gpu.total_bytes or peak in need.peaks.get(gpu.name, {}).values()
     ]
     smallest = min(fitting, key=lambda gpu: (gpu.total_bytes, gpu.index), default=None)
     data["smallest_gpu"] = None if smallest is None else smallest.uuid
@@ -208,7 +208,7 @@ def _add_gpus(
 
 def _find_largest_size(gpu: GpuInfo, need: Need) -> int | None:
     """Return the largest micro-batch with a margin, or a larger one that this model has run."""
-    size = largest_fitting(need.on([gpu.name]), gpu.total_bytes)
+    size = find_largest_fitting(need.on([gpu.name]), gpu.total_bytes)
     sizes = list(need.peaks.get(gpu.name, {}))
     if size is not None:
         sizes.append(size)

@@ -1,15 +1,14 @@
-"""Which jobs need the same memory, and how much to reserve for a job: pure functions."""
+"""Decides how much memory to reserve for a job, and whether its measurement is complete. Pure.
+
+The launcher's hooks, the command ``need`` and the plan of a job call these functions. For example,
+a job that held 3000 MiB at its peak reserves 3300 MiB.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 FIRST_STEPS = 10
 """Optimizer steps that an attempt takes before its peak counts as measured."""
@@ -27,113 +26,22 @@ more contexts than that cost more than they compute."""
 _MARGIN = 10
 """The peak divided by this is reserved on top of it."""
 
-_FILLED = 0.95
+_MOST_OF_A_GPU = 0.95
 """The share of an idle GPU that can be waited for: a desktop or a monitor may hold the rest."""
 
 _ALL_AT_ONCE = 0.7
 """JAX takes three quarters of a GPU when it starts, and TensorFlow nearly all of it."""
 
-_BEFORE_ALL = 0.1
+_MOST_BEFORE_ALL = 0.1
 """The share of a GPU that CUDA's context and libraries may hold before that."""
 
-_CHANGES_NO_MEMORY = re.compile(
-    r"(?:\w*[_-])?(?:seed|lr|learning[_-]?rate)|"
-    r"(?:out|output|log|logging|save|run)(?:[_-]?(?:dir|path|folder))?|"
-    r"(?:checkpoint|ckpt)[_-]?(?:dir|folder)|"
-    r"(?:job|run|exp|experiment|project|group|sweep|trial|wandb|mlflow|display)[_-]?"
-    r"(?:name|id|title|tags?|notes?|group|project)",
-    re.IGNORECASE,
-)
-"""Keys that distinguish jobs and say nothing about their memory.
 
-In doubt a key counts: a job that is measured once more loses little, and one that starts with the
-figure of another model, as ``--model_name`` chooses it, runs out of memory.
-"""
-
-_LABEL = re.compile(r"name|title|tags?|notes?|comment", re.IGNORECASE)
-_LABELLED = re.compile(
-    r"\w*(?:log|logger|logging|wandb|mlflow|comet|neptune|tensorboard|job|run|exp|experiment|project)",
-    re.IGNORECASE,
-)
-"""A key such as ``name`` labels a job at the root of a config, and in these groups. In other groups
-it may choose a model or an optimizer."""
-
-
-def fingerprint(job: str, keys: Mapping[str, Any], versions: Sequence[str] = ()) -> str:
-    """Return a digest that all jobs with the same memory at the same micro-batch share.
-
-    Only this digest is kept, so that no value of a key is in the file.
-
-    Args:
-        job: the program or trainer.
-        keys: the keys of the job that may change its memory, nested.
-        versions: versions of the libraries that allocate memory, such as torch.
-    """
-    named = {".".join(path): value for path, value in _leaves(keys)}
-    content = json.dumps([job, named, list(versions)], sort_keys=True, default=str)
-    return hashlib.sha256(content.encode()).hexdigest()[:32]
-
-
-def _leaves(keys: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the values that may change memory, with their paths."""
-    if isinstance(keys, Mapping):
-        for key, value in keys.items():
-            yield from _leaves(value, (*path, str(key)))
-    elif not path or not _changes_no_memory(path):
-        yield path, keys
-
-
-def _changes_no_memory(path: Sequence[str]) -> bool:
-    """Return whether the key at this path is only a label of the job."""
-    key = path[-1]
-    if _LABEL.fullmatch(key):
-        return len(path) == 1 or _LABELLED.fullmatch(path[-2]) is not None
-    return _CHANGES_NO_MEMORY.fullmatch(key) is not None
-
-
-def words_that_matter(argv: Sequence[str]) -> list[str]:
-    """Return a command line without its seeds, names and learning rates."""
-    kept = []
-    is_skipped = False
-    for word in argv:
-        if is_skipped and not word.startswith("-"):
-            is_skipped = False
-            continue
-        is_skipped = False
-        name, equals, _ = word.partition("=")
-        is_option = word.startswith("-") or bool(equals)
-        if is_option and _changes_no_memory(name.lstrip("-+").split(".")):
-            is_skipped = not equals
-            continue
-        kept.append(word)
-    return kept
-
-
-def program_of(argv: Sequence[str], folder: str) -> list[str]:
-    """Return a command line whose files are known wherever it is run.
-
-    A program that no word of it leads to, such as ``python -m train``, is another program in
-    another folder.
-    """
-    words = [
-        os.path.realpath(os.path.join(folder, word))
-        if word.endswith((".py", ".sh")) or word.startswith(("./", "../"))
-        else word
-        for word in argv
-    ]
-    return words if words != list(argv) or any(map(_is_script, argv)) else [folder, *words]
-
-
-def _is_script(word: str) -> bool:
-    return os.path.isabs(word) and word.endswith((".py", ".sh"))
-
-
-def with_margin(peak_bytes: int, held_bytes: int = 0) -> int:
+def add_margin(peak_bytes: int, held_bytes: int = 0) -> int:
     """Return the bytes to reserve for a peak: a tenth more, never less than is held."""
     return max(peak_bytes + math.ceil(peak_bytes / _MARGIN), held_bytes)
 
 
-def peak_by_torch(figures: Mapping[str, int]) -> int:
+def compute_torch_peak(figures: Mapping[str, int]) -> int:
     """Return the bytes that a process with torch held at its peak, or 0 if unknown.
 
     Args:
@@ -146,20 +54,20 @@ def peak_by_torch(figures: Mapping[str, int]) -> int:
     return cache + context
 
 
-def to_reserve(peak_bytes: int, capacity_bytes: int) -> int:
+def choose_reservation(peak_bytes: int, capacity_bytes: int) -> int:
     """Return the bytes to reserve for a peak, on a GPU that has this much for all of its jobs.
 
     A measured figure keeps no job from starting. If the GPU has no room for the margin, the margin
     shrinks, and a little is left for a desktop. A peak that the GPU cannot hold was measured on
     another model or is extrapolated: the job then gets the GPU and recovers by itself.
     """
-    most = int(_FILLED * capacity_bytes)
+    most = int(_MOST_OF_A_GPU * capacity_bytes)
     if peak_bytes <= capacity_bytes:
         most = max(most, peak_bytes)
-    return min(with_margin(peak_bytes), most)
+    return min(add_margin(peak_bytes), most)
 
 
-def peak_at(peaks: Mapping[int, int], micro_batch: int) -> int | None:
+def estimate_peak(peaks: Mapping[int, int], micro_batch: int) -> int | None:
     """Return the peak at a micro-batch from measured peaks, or None if unknown.
 
     Memory is affine in the micro-batch: a constant part for weights and optimizer, and a part for
@@ -173,12 +81,12 @@ def peak_at(peaks: Mapping[int, int], micro_batch: int) -> int | None:
     if len(nearest) == 1:
         measured = nearest[0]
         return peaks[measured] if micro_batch < measured else None
-    low, high = sorted(_around(nearest, micro_batch))
+    low, high = sorted(_find_neighbours(nearest, micro_batch))
     slope = max(peaks[high] - peaks[low], 0) / (high - low)
     return max(math.ceil(peaks[low] + slope * (micro_batch - low)), 0)
 
 
-def _around(nearest: Sequence[int], micro_batch: int) -> tuple[int, int]:
+def _find_neighbours(nearest: Sequence[int], micro_batch: int) -> tuple[int, int]:
     """Return the nearest size on each side of a micro-batch, or else the two nearest sizes."""
     below = next((size for size in nearest if size < micro_batch), None)
     above = next((size for size in nearest if size > micro_batch), None)
@@ -187,25 +95,25 @@ def _around(nearest: Sequence[int], micro_batch: int) -> tuple[int, int]:
     return below, above
 
 
-def largest_fitting(peaks: Mapping[int, int], room_bytes: int) -> int | None:
+def find_largest_fitting(peaks: Mapping[int, int], room_bytes: int) -> int | None:
     """Return the largest micro-batch whose reservation fits, 0 if none fits, None if unknown."""
     if not peaks:
         return None
     fits = 0
     size = 1
-    peak = peak_at(peaks, 1)
+    peak = estimate_peak(peaks, 1)
     # The size is doubled until it does not fit, then the gap is halved.
-    while peak is not None and with_margin(peak) <= room_bytes and size < 1 << 20:
+    while peak is not None and add_margin(peak) <= room_bytes and size < 1 << 20:
         fits = size
         size *= 2
-        peak = peak_at(peaks, size)
+        peak = estimate_peak(peaks, size)
     if peak is None:
-        fitting = [measured for measured in peaks if with_margin(peaks[measured]) <= room_bytes]
+        fitting = [measured for measured in peaks if add_margin(peaks[measured]) <= room_bytes]
         return max(fitting, default=fits or None)
     step = (size - fits) // 2
     while step:
-        between = peak_at(peaks, fits + step)
-        if between is not None and with_margin(between) <= room_bytes:
+        between = estimate_peak(peaks, fits + step)
+        if between is not None and add_margin(between) <= room_bytes:
             fits += step
         step //= 2
     return fits
@@ -268,7 +176,7 @@ def is_measured(
     return steps >= FIRST_STEPS and saved
 
 
-def took_all_at_once(peaks: Sequence[int], total_bytes: int, *, has_allocator: bool) -> bool:
+def has_taken_all_at_once(peaks: Sequence[int], total_bytes: int, *, has_allocator: bool) -> bool:
     """Return whether a program takes most of a GPU whatever it needs, as JAX and TensorFlow do.
 
     Args:
@@ -282,6 +190,6 @@ def took_all_at_once(peaks: Sequence[int], total_bytes: int, *, has_allocator: b
     rises = (
         after - before
         for before, after in zip((0, *peaks), peaks, strict=False)
-        if before <= _BEFORE_ALL * total_bytes
+        if before <= _MOST_BEFORE_ALL * total_bytes
     )
     return max(peaks) >= _ALL_AT_ONCE * total_bytes and max(rises) >= total_bytes / 2

@@ -1,6 +1,6 @@
 """Reserves the memory that earlier runs of the same job needed, before the job starts.
 
-With ``min_gpu_memory_mb=auto``, :func:`.plan.plan_job` calls `with_known_need` in the launcher.
+With ``min_gpu_memory_mb=auto``, :func:`.plan.plan_job` calls `reserve_known_need` in the launcher.
 Jobs are the same if they have the same fingerprint: a digest of the trainer, the keys that may
 change its memory, and the version of torch.
 """
@@ -30,13 +30,11 @@ from robust_train.config.schema import (
 )
 from robust_train.features.measured_memory.model import (
     MOST_TOGETHER,
-    fingerprint,
-    peak_at,
-    program_of,
-    to_reserve,
-    with_margin,
-    words_that_matter,
+    add_margin,
+    choose_reservation,
+    estimate_peak,
 )
+from robust_train.features.measured_memory.same_jobs import drop_labels, fingerprint, locate_program
 from robust_train.features.measured_memory.store import Need, read_needs
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.visible import visible_gpus
@@ -52,7 +50,7 @@ log = logging.getLogger("robust_train")
 _TRAINING_KEYS = ("num_workers", "prefetch_factor", "gradient_checkpointing")
 
 
-def with_known_need(plan: Plan) -> Plan:
+def reserve_known_need(plan: Plan) -> Plan:
     """Return a plan that reserves the memory that earlier runs needed, if it is known."""
     config = plan.config
     is_on_cpu = config.device == "cpu" and not config.picks_gpu
@@ -65,12 +63,12 @@ def with_known_need(plan: Plan) -> Plan:
             config.min_gpu_memory_mb,
         )
         return plan
-    need = read_needs().get(fingerprint_of(plan), Need())
+    need = read_needs().get(fingerprint_job(plan), Need())
     gpus: Group = ()
     peak = None
     if need.peaks and not config.finds_batch_size:
         gpus = _find_gpus(plan)
-        peak = peak_at(need.on({gpu.name for gpu in gpus}), config.training.batch_size)
+        peak = estimate_peak(need.on({gpu.name for gpu in gpus}), config.training.batch_size)
     if not peak:
         log.info(
             "min_gpu_memory_mb=auto: not measured yet, so %d MiB are reserved until it is",
@@ -78,7 +76,7 @@ def with_known_need(plan: Plan) -> Plan:
         )
         return plan
     capacity = _find_capacity(gpus, config.num_gpus)
-    need_bytes = with_margin(peak) if capacity is None else to_reserve(peak, capacity)
+    need_bytes = add_margin(peak) if capacity is None else choose_reservation(peak, capacity)
     reserved_mb = math.ceil(need_bytes / MIB)
     log.info(
         "min_gpu_memory_mb=auto: %d MiB, because earlier runs of this job held %s at their peak",
@@ -106,14 +104,16 @@ def _find_capacity(gpus: Group, count: int) -> int | None:
     return sizes[count - 1] if len(sizes) >= count else None
 
 
-def fingerprint_of(plan: Plan) -> str:
+def fingerprint_job(plan: Plan) -> str:
     """Return a digest that is the same for all jobs that need the same memory."""
     if plan.config.trainer.argv is not None:
-        return fingerprint_of_program(plan.config)
+        return fingerprint_program(plan.config)
     ref = plan.trainer_ref
     # The path alone is ambiguous, because two projects may both have a `train.py`.
     script = _find_file(ref.parts()[0]) if ref.main is None else str(ref.main)
-    return fingerprint(f"{ref.path} {script}", _keys_of(plan.config, _content(plan)), versions())
+    return fingerprint(
+        f"{ref.path} {script}", _select_keys(plan.config, _read_written_config(plan)), versions()
+    )
 
 
 def _find_file(module: str) -> str:
@@ -128,29 +128,31 @@ def _find_file(module: str) -> str:
     return " ".join(folders) if spec.origin is None else spec.origin
 
 
-def _content(plan: Plan) -> Any:
+def _read_written_config(plan: Plan) -> Any:
     """Return a job's config, in which only environment variables are resolved.
 
     Most other interpolations refer to keys of the same config. The rest, such as ``${now:…}`` and
     Hydra's folders, have a different value in each run of the same job.
     """
     written = OmegaConf.to_container(plan.cfg, resolve=False)
-    return _with_environment(written, OmegaConf.to_container(plan.resolved_cfg, resolve=False))
+    return _resolve_environment(written, OmegaConf.to_container(plan.resolved_cfg, resolve=False))
 
 
-def _with_environment(written: Any, resolved: Any) -> Any:
+def _resolve_environment(written: Any, resolved: Any) -> Any:
     if isinstance(written, Mapping) and isinstance(resolved, Mapping):
-        return {key: _with_environment(value, resolved.get(key)) for key, value in written.items()}
+        return {
+            key: _resolve_environment(value, resolved.get(key)) for key, value in written.items()
+        }
     return resolved if isinstance(written, str) and "${oc.env:" in written else written
 
 
-def fingerprint_of_program(config: RobustConfig) -> str:
+def fingerprint_program(config: RobustConfig) -> str:
     """Return the fingerprint of a job that runs a program."""
     folder = config.trainer.cwd
     if folder is None:
         folder = os.getcwd()
-    argv = program_of(words_that_matter(config.trainer.argv or ()), folder)
-    return fingerprint(" ".join(argv), _keys_of(config, {}), versions())
+    argv = locate_program(drop_labels(config.trainer.argv or ()), folder)
+    return fingerprint(" ".join(argv), _select_keys(config, {}), versions())
 
 
 def versions() -> tuple[str, ...]:
@@ -161,7 +163,7 @@ def versions() -> tuple[str, ...]:
         return ()
 
 
-def _keys_of(config: RobustConfig, content: Any) -> Mapping[str, Any]:
+def _select_keys(config: RobustConfig, content: Any) -> Mapping[str, Any]:
     """Return the keys that may change memory: the project's own keys, and a few of this package's.
 
     ``content`` is the config of the job.
@@ -187,15 +189,15 @@ def _project_keys(config: RobustConfig, content: Mapping[str, Any]) -> Mapping[s
         # This package's keys are in a group of their own.
         project = {key: value for key, value in content.items() if key not in (GROUP, "hydra")}
         for key in (BATCH, ACCUMULATION):
-            project = _without(project, config.theirs.get(key, "").split("."))
+            project = _remove_key(project, config.theirs.get(key, "").split("."))
         return project
     # The project's keys are next to this package's keys.
     ours = {item.name for item in fields(RobustConfig) if item.metadata}
     for keys in schema().features:
-        ours |= {keys.group} if keys.group else _names_of(keys)
+        ours |= {keys.group} if keys.group else _list_names(keys)
     # These groups hold keys of the trainer in addition to ours.
-    open_groups = {"model": set(), "dataset": set(), "trainer": _names_of(TrainerConfig)}
-    open_groups["training"] = _names_of(TrainingConfig)
+    open_groups = {"model": set(), "dataset": set(), "trainer": _list_names(TrainerConfig)}
+    open_groups["training"] = _list_names(TrainingConfig)
     project = {}
     for key, value in content.items():
         if key in open_groups and isinstance(value, Mapping):
@@ -206,14 +208,14 @@ def _project_keys(config: RobustConfig, content: Mapping[str, Any]) -> Mapping[s
     return project
 
 
-def _names_of(group: type) -> set[str]:
+def _list_names(group: type) -> set[str]:
     return {item.name for item in fields(group)}
 
 
-def _without(keys: Any, path: Sequence[str]) -> Any:
+def _remove_key(keys: Any, path: Sequence[str]) -> Any:
     """Return nested keys without the key at a path."""
     if not isinstance(keys, Mapping) or path[0] not in keys:
         return keys
     if len(path) == 1:
         return {key: value for key, value in keys.items() if key != path[0]}
-    return {**keys, path[0]: _without(keys[path[0]], path[1:])}
+    return {**keys, path[0]: _remove_key(keys[path[0]], path[1:])}
