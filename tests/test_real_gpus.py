@@ -43,8 +43,8 @@ def run(driver, *arguments):
     hidden = ("PYTEST_", "ROBUST_TRAIN_TEST_GPU")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
     program = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    own = {"cwd": ROOT, "env": {**kept, **shown}, "timeout": 120}
-    ended = subprocess.run(program, capture_output=True, text=True, **own)
+    surroundings = {"cwd": ROOT, "env": {**kept, **shown}, "timeout": 120}
+    ended = subprocess.run(program, capture_output=True, text=True, **surroundings)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
 

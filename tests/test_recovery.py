@@ -263,7 +263,9 @@ class OutOfMemoryAmidAStep(torch.optim.SGD):
 
 
 def optimizer_by_halves(model):
-    return OutOfMemoryInAGroup([{"params": [one]} for one in model.parameters()], lr=0.1)
+    return OutOfMemoryInAGroup(
+        [{"params": [parameter]} for parameter in model.parameters()], lr=0.1
+    )
 
 
 def optimizer_with_momentum(model):

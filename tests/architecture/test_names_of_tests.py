@@ -17,15 +17,15 @@ def long_names_in(tree):
 
 
 def test_no_name_has_more_than_eight_words():
-    found = []
+    long_names = []
     for path in sorted(TESTS.rglob("test_*.py")):
         for line, name in long_names_in(ast.parse(path.read_text())):
-            found.append(f"{path.relative_to(TESTS.parent)}:{line}: {name}")
-    assert not found, "\n".join(found)
+            long_names.append(f"{path.relative_to(TESTS.parent)}:{line}: {name}")
+    assert not long_names, "\n".join(long_names)
 
 
 def test_the_ninth_word_is_too_many():
     eight = "def test_a_name_may_have_eight_words_and_ends(): pass\n"
     nine = "async def test_a_name_must_never_have_nine_words_in_it(): pass\n"
-    found = [name for _, name in long_names_in(ast.parse(eight + nine))]
-    assert found == ["test_a_name_must_never_have_nine_words_in_it"]
+    long_names = [name for _, name in long_names_in(ast.parse(eight + nine))]
+    assert long_names == ["test_a_name_must_never_have_nine_words_in_it"]

@@ -28,7 +28,10 @@ def start(world, trainer):
     "signum",
     [
         signal.SIGHUP,
-        *(pytest.param(one, marks=pytest.mark.slow) for one in (signal.SIGUSR1, signal.SIGUSR2)),
+        *(
+            pytest.param(number, marks=pytest.mark.slow)
+            for number in (signal.SIGUSR1, signal.SIGUSR2)
+        ),
     ],
 )
 def test_signals_to_all_processes_spare_the_last_checkpoint(world, signum):
@@ -36,8 +39,8 @@ def test_signals_to_all_processes_spare_the_last_checkpoint(world, signum):
     process = start(world, "trainers.saves_when_stopped")
     ready(world)
     launcher = psutil.Process(process.pid)
-    for one in (*reversed(launcher.children(recursive=True)), launcher):
-        one.send_signal(signum)
+    for target in (*reversed(launcher.children(recursive=True)), launcher):
+        target.send_signal(signum)
     ended = world.end(process)
     assert ended.returncode == (129 if signum == signal.SIGHUP else 143), ended.output
     assert ended.summary["status"] == "interrupted"

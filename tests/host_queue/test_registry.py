@@ -57,9 +57,9 @@ def base():
 
 @pytest.fixture
 def registry(base):
-    found = Registry(base)
-    yield found
-    found.close()
+    opened = Registry(base)
+    yield opened
+    opened.close()
 
 
 def enter(registry, name="test"):
@@ -122,7 +122,9 @@ def test_other_users_cannot_change_exclusions(registry):
         (path / f"excluded.GPU-d.{ANOTHER_USER}").write_text("[" * 4000)
 
     with as_another_user(plant):
-        assert [(one.uuid, one.by) for one in registry.exclusions()] == [(A.uuid, "root")]
+        assert [(exclusion.uuid, exclusion.by) for exclusion in registry.exclusions()] == [
+            (A.uuid, "root")
+        ]
 
 
 # --- the directory ---
@@ -289,7 +291,9 @@ def test_only_root_limits_gpus_per_user(registry, base, caplog, text, limit, war
     limits.chmod(changes.get("mode", 0o644))
     os.chown(limits, changes.get("owner", 0), 0)
     assert [registry.gpu_limit() for _ in range(2)] == [limit, limit]
-    assert [warning in one.message for one in caplog.records] == [True] * (warning is not None)
+    assert [warning in record.message for record in caplog.records] == [True] * (
+        warning is not None
+    )
 
 
 # --- records ---
@@ -335,8 +339,10 @@ WRONG = {
 
 def test_a_record_with_one_wrong_field_is_none():
     assert read(forged()) == JOB
-    found = {(key, str(one)): read(forged(**{key: one})) for key in WRONG for one in WRONG[key]}
-    assert set(found.values()) == {None}, found
+    answers = {
+        (key, str(value)): read(forged(**{key: value})) for key in WRONG for value in WRONG[key]
+    }
+    assert set(answers.values()) == {None}, answers
 
 
 JSON = st.recursive(
@@ -390,8 +396,8 @@ def test_a_removed_record_returns_with_its_ticket(registry):
     assert [job.ticket for job in registry.jobs()] == [2]
     mine.update(mine.job)
     assert [job.ticket for job in registry.jobs()] == [1, 2]
-    for one in (later, mine):
-        one.release()
+    for entry in (later, mine):
+        entry.release()
     assert list(registry.path.iterdir()) == []
 
 
@@ -491,7 +497,7 @@ def test_another_users_lock_blocks_nothing(base, registry, take):
         job.release()
         fcntl.fcntl(other, fcntl.F_OFD_SETLK, READ_LOCK)  # whoever waited for it gets it now
         late = running_in(base)
-        assert [found.gpus for found in registry.jobs()] == [(A.uuid,)]
+        assert [job.gpus for job in registry.jobs()] == [(A.uuid,)]
         late.release()
         os.close(other)
 

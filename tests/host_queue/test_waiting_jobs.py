@@ -200,8 +200,8 @@ def test_an_idle_gpu_is_marked_until_it_computes(host, later, capsys):
 
     def idle_seconds():
         job.queue.tick()
-        (one,) = host.shown(capsys)
-        return one["gpus"][0]["idle_seconds"]
+        (row,) = host.shown(capsys)
+        return row["gpus"][0]["idle_seconds"]
 
     job = host.with_gpus(1).job()
     job.wait()
@@ -239,8 +239,8 @@ def test_gpus_marks_a_gpu_left_idle(second_gpu):
     machine, _, job = second_gpu
     job.update(replace(job.job, idle_seconds=(4000,)))
     environ = machine.environment()
-    found = json.loads(warm.robust_train("gpus", "--json", environ=environ).stdout)["gpus"]
-    assert [gpu["idle_seconds"] for gpu in found] == [None, 4000]
+    gpus = json.loads(warm.robust_train("gpus", "--json", environ=environ).stdout)["gpus"]
+    assert [gpu["idle_seconds"] for gpu in gpus] == [None, 4000]
     _, first, second = warm.robust_train("gpus", environ=environ).stdout.splitlines()
     assert "idle" not in first
     assert second.endswith("idle for 1:06:40 under its job (robust-train queue)")
@@ -334,8 +334,8 @@ def test_a_hanging_call_is_made_once(caplog):
 def test_a_driver_hanging_from_startup_is_named(machine_with, function):
     machine = machine_with(Gpu())
     machine.hang(function)
-    found = "found = inventory.read_inventory()\nprint(json.dumps([found.answered, found.problem]))"
-    answered, problem = machine.python(IMPATIENT.format(0.5) + "import json\n" + found)
+    reading = "gpus = inventory.read_inventory()\nprint(json.dumps([gpus.answered, gpus.problem]))"
+    answered, problem = machine.python(IMPATIENT.format(0.5) + "import json\n" + reading)
     assert not answered
     assert "dmesg" in problem
 

@@ -261,7 +261,10 @@ def test_rank_0_decides_whether_a_stop_saves(tmp_path, monkeypatch, is_whole):
     the opposite.
     """
     module = importlib.import_module("robust_train.integrations.transformers")
-    of_rank_0 = lambda own: [is_whole if isinstance(own, bool) else own]  # noqa: E731
+
+    def of_rank_0(value):
+        return [is_whole if isinstance(value, bool) else value]
+
     monkeypatch.setattr(module, "of_all_ranks", of_rank_0)
     cfg = framework_config(8)
     cfg.training.checkpoint_every_steps = None if is_whole else 1

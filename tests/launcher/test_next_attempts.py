@@ -75,4 +75,7 @@ def test_training_from_the_beginning_starts_at_0(tmp_path):
     # the second one ends before its first report
     job = Job(plan, Told(plan, again(), give_up, events=[events]))
     job.run()
-    assert [(one.start_step, one.end_step) for one in job.attempts] == [(0, 63), (0, None)]
+    assert [(attempt.start_step, attempt.end_step) for attempt in job.attempts] == [
+        (0, 63),
+        (0, None),
+    ]

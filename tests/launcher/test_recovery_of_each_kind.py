@@ -25,7 +25,7 @@ class Script:
     def __init__(self, world):
         self.world = world
         files = {"failures", "attempts", "allocator"}
-        world.environ |= {f"{one.upper()}_FILE": str(world.folder / one) for one in files}
+        world.environ |= {f"{name.upper()}_FILE": str(world.folder / name) for name in files}
         self.failures, self.attempts_file = world.folder / "failures", world.folder / "attempts"
 
     def run(self, *lines, overrides=(), trainer="fails_by_script"):
@@ -81,7 +81,7 @@ def test_fragmentation_gets_expandable_segments(script, failure, starts_with, ac
     ended = script.run(failure, overrides=keys, trainer="fails_by_script_beside_torch")
     assert actions(ended) == [action, "none"]
     allocator = (script.world.folder / "allocator").read_text().splitlines()
-    assert allocator == [f"expandable_segments:{one}" for one in (starts_with, then)]
+    assert allocator == [f"expandable_segments:{value}" for value in (starts_with, then)]
     first, second = script.given
     assert first["batch_size"] == second["batch_size"]
 

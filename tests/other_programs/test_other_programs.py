@@ -126,8 +126,10 @@ class Case:
         ignored = shutil.ignore_patterns("undisturbed", "queue_of_jobs", "runs")
         shutil.copytree(self.folder, folder, ignore=ignored)
         words = [sys.executable, *shlex.split(self.program.plain)]
-        own = {"cwd": folder, "env": {**self.environ, "OUTPUT": "out"}}
-        return learned(subprocess.run(words, capture_output=True, text=True, check=True, **own))
+        surroundings = {"cwd": folder, "env": {**self.environ, "OUTPUT": "out"}}
+        return learned(
+            subprocess.run(words, capture_output=True, text=True, check=True, **surroundings)
+        )
 
     def start(self, event):
         self.environ |= {"EVENT": event, "READY_FILE": str(self.ready)}

@@ -191,7 +191,7 @@ def test_requests_at_the_same_moment_are_all_answered(tmp_path):
 
         with ThreadPoolExecutor(6) as threads:
             asking = [threads.submit(some) for _ in range(6)]
-            while not all(one.done() for one in asking):
+            while not all(future.done() for future in asking):
                 folder.tick()
     assert len(answers) == 30
 

@@ -205,14 +205,16 @@ def listening_sockets(process):
     """Unix sockets at which a process or one of its descendants listens, and its TCP ports."""
     table = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     listening = {f"socket:[{row[6]}]" for row in table if int(row[3], 16) & 0x10000}
-    found = []
-    for one in (process, *process.children(recursive=True)):
-        for link in Path(f"/proc/{one.pid}/fd").iterdir():
+    listeners = []
+    for member in (process, *process.children(recursive=True)):
+        for link in Path(f"/proc/{member.pid}/fd").iterdir():
             with contextlib.suppress(OSError):
                 if os.readlink(link) in listening:
-                    found.append(f"{one.pid} {link}")
-        found += [str(c) for c in one.net_connections("inet") if c.status == psutil.CONN_LISTEN]
-    return found
+                    listeners.append(f"{member.pid} {link}")
+        listeners += [
+            str(c) for c in member.net_connections("inet") if c.status == psutil.CONN_LISTEN
+        ]
+    return listeners
 
 
 def test_a_job_listens_nowhere(host):

@@ -26,15 +26,15 @@ def test_only_a_single_live_run_needs_no_name(tmp_path):
     for which in (None, "~nobody/run"):  # a user who is not there
         with pytest.raises(NoLiveRunError, match="no run of yours"):
             choose_run(which)
-    with open_folder(tmp_path / "one") as one:
-        assert choose_run(None).id == one.state.id
-        with open_folder(tmp_path / "two") as two:
+    with open_folder(tmp_path / "one") as first:
+        assert choose_run(None).id == first.state.id
+        with open_folder(tmp_path / "two") as second:
             with pytest.raises(NoLiveRunError, match="2 runs of yours") as refusal:
                 choose_run(None, command="stop")
-            for folder in (one, two):
+            for folder in (first, second):
                 assert f"\n  robust-train stop {folder.state.id}  starting" in str(refusal.value)
-            assert choose_run(two.state.id).run_dir == tmp_path / "two"
-            assert choose_run(str(tmp_path / "one" / "requests")).id == one.state.id
+            assert choose_run(second.state.id).run_dir == tmp_path / "two"
+            assert choose_run(str(tmp_path / "one" / "requests")).id == first.state.id
             with pytest.raises(NoLiveRunError, match="means 2 runs"):
                 choose_run(str(os.getpid()))
             with pytest.raises(NoLiveRunError, match="means 2 runs"):
@@ -213,7 +213,7 @@ def test_a_resuming_run_is_listed_at_each_moment(tmp_path, monkeypatch):
 
     def looked_at(link, missing_ok=False):
         unlink(link, missing_ok)
-        seen.append([one.resolve() for one in link.parent.iterdir()])
+        seen.append([path.resolve() for path in link.parent.iterdir()])
 
     monkeypatch.setattr(Path, "unlink", looked_at)
     register(folder, "bbbbbb")

@@ -177,7 +177,7 @@ def test_an_epoch_visits_each_sample_once(samples, size, accumulation, ranks, ep
     assert sorted(i for step in whole for i in step) == list(range(samples))
     assert whole == [list(step[0]) for step in alone.steps(epoch)]
     starts = range(0, samples, effective)
-    assert [len(step) for step in whole] == [plans[0].samples_in_step(one) for one in starts]
+    assert [len(step) for step in whole] == [plans[0].samples_in_step(start) for start in starts]
     assert all(len(step) == effective for step in whole[:-1])
     assert all(len(chunk) <= size for step in steps for share in step for chunk in share)
     from_now_on = data.draw(st.integers(0, len(steps) - 1))

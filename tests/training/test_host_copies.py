@@ -61,9 +61,9 @@ def pinned(monkeypatch):
 @pytest.fixture
 def copies():
     """Copies whose tensors are taken for those of a GPU, in pinned memory."""
-    own = HostCopies()
-    own.arenas[False] = Arena(pinned=True)
-    return own
+    pinned = HostCopies()
+    pinned.arenas[False] = Arena(pinned=True)
+    return pinned
 
 
 def saved(copies, content):
@@ -109,7 +109,7 @@ def test_a_save_that_becomes_smaller_returns_the_rest(pinned, copies):
 def test_files_of_a_save_never_overwrite_each_other(copies, pinned):
     copies.begin()
     content = [{f"file{n}": torch.rand(1000)} for n in range(3)]
-    copied = [copies.copy(one) for one in content]
+    copied = [copies.copy(tensors) for tensors in content]
     for before, after in zip(content, copied, strict=True):
         assert all(torch.equal(before[name], after[name]) for name in before)
 
@@ -157,8 +157,8 @@ def test_a_sparse_tensor_and_strides_are_copied():
 
 
 def test_memory_unused_by_any_save_is_returned():
-    own = Arena(pinned=False)
-    own.take([1000])
-    own.begin()
-    own.trim()
-    assert own.taken == 0
+    arena = Arena(pinned=False)
+    arena.take([1000])
+    arena.begin()
+    arena.trim()
+    assert arena.taken == 0

@@ -45,8 +45,8 @@ def test_sharded_steps_repeat_and_resume_anywhere(tmp_path):
     assert attempts[0][1]["changed"] == [6], "memory ran out on the second rank"
     saved = [Path(first["saved"][-1]).name for first, _ in attempts]
     assert saved == ["step-00000001", "step-00000002", "step-00000003.pt", "step-00000004"]
-    one, last = seen["built in"]["one"], attempts[-1][0]
-    weights = [trained_weights(told["result"]) for told in (one, last)]
+    alone, last = seen["built in"]["one"], attempts[-1][0]
+    weights = [trained_weights(told["result"]) for told in (alone, last)]
     assert difference(*weights) < 1e-4
 
 

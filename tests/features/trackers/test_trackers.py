@@ -32,8 +32,8 @@ def mlflow(monkeypatch):
 
     def begin(run, **tags):
         data = types.SimpleNamespace(tags=tags)
-        found = types.SimpleNamespace(info=types.SimpleNamespace(run_id=run), data=data)
-        module.active_run = lambda: found
+        active = types.SimpleNamespace(info=types.SimpleNamespace(run_id=run), data=data)
+        module.active_run = lambda: active
 
     monkeypatch.setitem(sys.modules, "mlflow", module)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
