@@ -249,13 +249,15 @@ def test_a_missing_private_function_costs_one_feature():
     compat.return_pinned_memory(torch)
 
 
-def test_allocator_settings_go_to_whichever_function_torch_has():
-    older = "_cuda_cudaCachingAllocator_set_allocator_settings"
-    for name in ("_accelerator_setAllocatorSettings", older):
-        seen = []
-        fake = SimpleNamespace(_C=SimpleNamespace(**{name: seen.append}))
-        compat.set_allocator_settings(fake, "expandable_segments:True")
-        assert seen == ["expandable_segments:True"]
+@pytest.mark.parametrize(
+    "name",
+    ["_accelerator_setAllocatorSettings", "_cuda_cudaCachingAllocator_set_allocator_settings"],
+)
+def test_allocator_settings_go_to_whichever_function_torch_has(name):
+    seen = []
+    fake = SimpleNamespace(_C=SimpleNamespace(**{name: seen.append}))
+    compat.set_allocator_settings(fake, "expandable_segments:True")
+    assert seen == ["expandable_segments:True"]
 
 
 def test_optimizer_steps_are_watched_until_told_otherwise():

@@ -108,7 +108,7 @@ def test_groups_refuse_keys_they_do_not_declare(section):
         if option:
             node = group_node(group_of(cls))
             names = {key.name for key in declared(group_of(cls), f"{group}.")}
-            assert {f"{group}.{key}" for key in node} == names
+            assert {f"{group}.{key}" for key in node} == names, option
             with pytest.raises(Exception, match="no_such_key"):
                 node.no_such_key = 1
 

@@ -185,7 +185,7 @@ def test_every_python_block_uses_what_there_is(page):
                 parameters = {
                     parameter.arg for parameter in (*called.args.args, *called.args.kwonlyargs)
                 }
-                assert {*keywords} <= parameters
+                assert {*keywords} <= parameters, ast.unparse(node)
 
 
 def _commands(page):

@@ -436,7 +436,7 @@ def test_the_checks_trainers_run_on_stand_ins(h200, monkeypatch, tmp_path):
     assert (tmp_path / "ready").exists()
     for how in ("plain", "fused"):
         monkeypatch.setenv("TIMED_HOW", how)
-        assert trainers.is_timed(cfg, run) == float((tmp_path / "timed").read_text())
+        assert trainers.is_timed(cfg, run) == float((tmp_path / "timed").read_text()), how
     assert run.step.call_count == 12, "the plain loop has nothing of ours"
     with mock.patch.object(torch.cuda, "memory_snapshot", return_value=segments):
         h200.fraction = 0.9499999

@@ -10,13 +10,13 @@ import psutil
 import pytest
 
 from trainers import LARGE_BYTES
-from world import is_running, wait_until
+from world import is_running, wait_for_text, wait_until
 
 
 def ready(world):
     """Wait for the trainer; return its process id."""
     path = Path(world.environ["READY_FILE"])
-    return int(wait_until(lambda: path.exists() and path.read_text(), "the trainer runs"))
+    return int(wait_for_text(path, "the trainer runs"))
 
 
 def start(world, trainer):

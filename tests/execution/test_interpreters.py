@@ -19,7 +19,7 @@ from robust_train.launcher.process import has_room_for_standby
 from robust_train.model.events import Prepared
 from robust_train.readable import MIB
 from simulated_nvml import Gpu
-from world import ROOT, is_running, wait_until
+from world import ROOT, is_running, wait_for_text, wait_until
 
 
 @pytest.fixture
@@ -289,7 +289,7 @@ def test_one_foreign_byte_does_not_hang_the_ranks(world):
     world.environ["GO_FILE"] = str(world.folder / "go")
     trainer = "trainer._target_=trainers.meets_after_a_foreign_byte"
     process = world.start(trainer, "num_gpus=2", "auto_device=false", "device=cpu")
-    port = int(wait_until(lambda: port_file.exists() and port_file.read_text(), "the store is up"))
+    port = int(wait_for_text(port_file, "the store is up"))
     with socket.create_connection(("127.0.0.1", port)) as foreign:
         foreign.sendall(b"\x01")
         (world.folder / "go").touch()

@@ -169,5 +169,5 @@ def test_later_ranks_show_only_their_marked_warnings(tmp_path):
     begin = "from robust_train.host.loggers import show_only_warnings_of_rank\nspeak_as_rank(1)\n"
     for setup in ("logging.config.dictConfig(CONSOLE)", "logging.basicConfig(level='INFO')"):
         ended = run(tmp_path, begin + setup + LINES)
-        assert ended.stderr.count("[rank 1] a warning") == 1
-        assert "line" not in ended.stdout + ended.stderr
+        assert ended.stderr.count("[rank 1] a warning") == 1, setup
+        assert "line" not in ended.stdout + ended.stderr, setup

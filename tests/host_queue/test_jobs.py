@@ -117,8 +117,8 @@ def test_a_key_moves_or_removes_the_queue(world, shared):
     elsewhere = world.folder / "elsewhere"
     for name, queue in (("first", "false"), ("second", elsewhere)):
         ended = host.world(name).train("what_it_was_given", f"gpu_queue={queue}")
-        assert ended.summary["result"]["visible"] == A
-        assert not host.base.exists()
+        assert ended.summary["result"]["visible"] == A, f"{queue=}"
+        assert not host.base.exists(), f"{queue=}"
         assert elsewhere.exists() is (queue == elsewhere)
     ended = world.train("what_it_was_given")
     assert ended.summary["result"]["device"] == "cpu"

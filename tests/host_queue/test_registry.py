@@ -155,19 +155,43 @@ def test_key_before_variable_before_the_runtime_directory(tmp_path, monkeypatch)
     assert directory_for(None, {}) == shared / "robust-train"
 
 
+def plant_link(base):
+    base.symlink_to("/tmp")
+
+
+def plant_file(base):
+    base.write_text("x")
+
+
+def plant_link_inside(base):
+    base.mkdir()
+    (base / boot_name()).symlink_to("/tmp")
+
+
+def plant_file_inside(base):
+    base.mkdir()
+    (base / boot_name()).write_text("x")
+
+
+def plant_without_sticky_bit(base):
+    base.mkdir()
+    base.chmod(0o777)
+
+
+def plant_of_a_user(base):
+    base.mkdir(0o755)
+    os.chown(base, 12345, 12345)
+
+
 @pytest.mark.parametrize(
     ("plant", "why"),
     [
-        (lambda base: base.symlink_to("/tmp"), "symbolic link"),
-        (lambda base: base.write_text("x"), "not a directory"),
-        (lambda base: (base.mkdir(), (base / boot_name()).symlink_to("/tmp")), "symbolic link"),
-        (lambda base: (base.mkdir(), (base / boot_name()).write_text("x")), "not a directory"),
-        (lambda base: (base.mkdir(), base.chmod(0o777)), "without a sticky bit"),
-        pytest.param(
-            lambda base: (base.mkdir(0o755), os.chown(base, 12345, 12345)),
-            "belongs to user 12345",
-            marks=needs_root,
-        ),
+        (plant_link, "symbolic link"),
+        (plant_file, "not a directory"),
+        (plant_link_inside, "symbolic link"),
+        (plant_file_inside, "not a directory"),
+        (plant_without_sticky_bit, "without a sticky bit"),
+        pytest.param(plant_of_a_user, "belongs to user 12345", marks=needs_root),
     ],
 )
 def test_a_suspicious_queue_directory_is_refused(tmp_path, plant, why):
@@ -227,7 +251,12 @@ def test_a_full_disk_means_no_reservation(base, caplog):
 @needs_root
 def test_a_users_directory_is_named_once(base, capsys, caplog):
     """A user made it; ``doctor`` says how to give it to root."""
-    with as_another_user(lambda: (os.umask(0), Registry(base).close())):
+
+    def make_it():
+        os.umask(0)
+        Registry(base).close()
+
+    with as_another_user(make_it):
         job = queue_of(base)
         assert [wait_for_gpus(job, REQUEST) for _ in range(2)] == [(A,), (A,)]
         assert job.hold, "it is used"

@@ -235,6 +235,11 @@ def test_a_second_fit_is_refused_in_one_line(tmp_path):
         _fit(tmp_path, framework_config(8), run=run)
 
 
+class _LogsItsEpoch(_Line):
+    def on_train_epoch_end(self):
+        self.log("current_epoch", float(self.current_epoch))
+
+
 def test_the_best_checkpoint_of_earlier_attempts_is_known(tmp_path):
     """Though the logger's folder, in which it lies by default, is another one in each attempt."""
     best, saved = [], None
@@ -247,10 +252,7 @@ def test_the_best_checkpoint_of_earlier_attempts_is_known(tmp_path):
             enable_checkpointing=True,
             logger=lightning.pytorch.loggers.CSVLogger(tmp_path),
         )
-        model = _Line()
-        model.on_train_epoch_end = lambda model=model: model.log(
-            "current_epoch", float(model.current_epoch)
-        )
+        model = _LogsItsEpoch()
         _, _, run = _fit(tmp_path, framework_config(8), None, trainer, saved, model)
         saved = run.saved_at[3 * epochs]
         best.append(kept.best_model_path)
@@ -304,7 +306,7 @@ def test_lightnings_own_checkpoint_can_be_resumed(tmp_path):
     for step in (1, 3, 4):
         rest, _, _ = _fit(tmp_path / f"from-{step}", cfg, resume=run.saved_at[step])
         assert rest.seen == whole.seen[22 * (step // 3) + 8 * (step % 3) :], step
-        assert torch.equal(rest.layer.weight, whole.layer.weight)
+        assert torch.equal(rest.layer.weight, whole.layer.weight), step
 
 
 class _LowersItsRate(_Line):
@@ -400,9 +402,11 @@ def test_a_sweep_reads_the_monitored_figure(tmp_path):
         job = {"trainer": trainer, "model": _LimitedValidation(), "run": run}
         _, result, _ = _fit(tmp_path, framework_config(8), val_dataloaders=_loader(8), **job)
         (reported,) = run.of("report")
-        assert (reported["value"], reported["mode"]) == (pytest.approx(result[figure]), mode)
+        expected = (pytest.approx(result[figure]), mode)
+        assert (reported["value"], reported["mode"]) == expected, f"{objective=}"
         (validated,) = recorded(run, "validation")
-        assert (validated["step"], validated["value"]) == (3, pytest.approx(result["value"]))
+        expected = (3, pytest.approx(result["value"]))
+        assert (validated["step"], validated["value"]) == expected, f"{objective=}"
 
 
 class _HoldsAModule(_Line):

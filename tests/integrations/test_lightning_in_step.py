@@ -110,12 +110,12 @@ def test_memory_errors_change_neither_weights_nor_logs(tmp_path):
         split_checked = fuse.of_a_split_check(4)
         assert fuse.sizes[at:] == split_checked + [2] * 2 * (6 - again) + [1, 2], (where, at)
         differ_by_rounding_alone(split.weights, whole.weights)
-        assert split.model.hooks == whole.model.hooks
+        assert split.model.hooks == whole.model.hooks, (where, at)
         for output, other in zip(split.model.outputs, whole.model.outputs, strict=True):
-            assert output == pytest.approx(other, abs=1e-6)
-        assert split.result == pytest.approx(whole.result, abs=1e-6)
-        assert split.result["positive"] == whole.result["positive"], "to the bit"
-        assert split.trainer.global_step == whole.trainer.global_step
+            assert output == pytest.approx(other, abs=1e-6), (where, at)
+        assert split.result == pytest.approx(whole.result, abs=1e-6), (where, at)
+        assert split.result["positive"] == whole.result["positive"], ("to the bit", where, at)
+        assert split.trainer.global_step == whole.trainer.global_step, (where, at)
     # the batches of a short step keep their weights when its last one runs out
     split = Fitted(tmp_path, Net(Fuse("forward", 6, fits=1)))
     assert split.changed(training=True) == [(3, 3, 2), (3, 2, 1)]

@@ -109,8 +109,8 @@ def test_any_split_has_the_same_samples(length, micro_batch, accumulation, ranks
     for step in whole.steps(length):
         samples = [share.share(step) for share in shares]
         assert set().union(*samples) == set(step)
-        # all ranks come to their collectives equally often
-        assert len({-(-len(mine) // micro_batch) for mine in samples}) == 1
+        counts_of_parts = {-(-len(mine) // micro_batch) for mine in samples}
+        assert len(counts_of_parts) == 1, "all ranks come to their collectives equally often"
     orders = [SampleOrder(range(length), seed=1, shares=share) for share in shares]
     assert {len(order) - len(list(order)) for order in orders} == {0}
 

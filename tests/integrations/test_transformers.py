@@ -65,8 +65,11 @@ def test_models_that_can_checkpoint_gradients_do(tmp_path, monkeypatch, caplog):
     _fit(tmp_path / "cannot", cfg)
     assert "gradient_checkpointing: has no effect" in caplog.text
     monkeypatch.setattr(_Line, "supports_gradient_checkpointing", True, raising=False)
+
+    def turn_on(self, **options):
+        turned_on.append(self)
+
     for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
-        turn_on = lambda self, **options: turned_on.append(self)  # noqa: E731
         monkeypatch.setattr(_Line, name, turn_on, raising=False)
     model, _, _ = _fit(tmp_path / "on", cfg)
     assert turned_on == [model]

@@ -112,10 +112,11 @@ def test_memory_errors_change_neither_weights_nor_losses(tmp_path, kind, sums):
         rest = [2] * 2 * (6 - again) + [1] * (at != 6)
         assert fuse.sizes[at:] == split_checked + rest, (where, at)
         differ_by_rounding_alone(split.weights, whole.weights)
-        assert split.losses == pytest.approx(whole.losses, abs=1e-5)
+        assert split.losses == pytest.approx(whole.losses, abs=1e-5), (where, at)
         for figures, other in zip(split.others, whole.others, strict=True):
-            assert figures == pytest.approx(other, abs=1e-5)
-        assert split.result["eval_loss"] == pytest.approx(whole.result["eval_loss"], abs=1e-5)
+            assert figures == pytest.approx(other, abs=1e-5), (where, at)
+        evaluated = pytest.approx(whole.result["eval_loss"], abs=1e-5)
+        assert split.result["eval_loss"] == evaluated, (where, at)
 
 
 class Classifier(Tagger):
@@ -152,10 +153,11 @@ def test_a_loss_without_counts_keeps_its_weight(tmp_path, trainer, first_size, c
         halved = Fitted(tmp_path, Classifier(fuse, sums=True), size, first_size=first_size, **job)
         assert bool(halved.changed(training=True)) is (size == 2)
         differ_by_rounding_alone(halved.weights, whole.weights)
-        assert halved.losses == pytest.approx(whole.losses, abs=1e-5)
+        assert halved.losses == pytest.approx(whole.losses, abs=1e-5), f"{size=}"
         for figures, other in zip(halved.others, whole.others, strict=True):
-            assert figures == pytest.approx(other, abs=1e-5)
-        assert halved.result["eval_loss"] == pytest.approx(whole.result["eval_loss"], abs=1e-6)
+            assert figures == pytest.approx(other, abs=1e-5), f"{size=}"
+        evaluated = pytest.approx(whole.result["eval_loss"], abs=1e-6)
+        assert halved.result["eval_loss"] == evaluated, f"{size=}"
     lines = [r.getMessage() for r in caplog.records if "weights them like" in r.getMessage()]
     assert len(lines) == 2
     assert "this attempt has 4 × 2 samples in a step" in lines[0]
@@ -245,7 +247,7 @@ def test_logged_figures_show_no_split(tmp_path, sums):
         Fuse("forward", 1, fits=1, training=False),
     ):
         for figures, other in zip(logged(fuse), whole, strict=True):
-            assert figures == pytest.approx(other, abs=1e-6)
+            assert figures == pytest.approx(other, abs=1e-6), (fuse.where, fuse.at)
 
 
 class _Layerwise(transformers.Trainer):

@@ -14,6 +14,10 @@ from robust_train.model.failure import Evidence, Failure, FailureKind
 from robust_train.model.spec import GiveUp, Retry
 
 
+def do_nothing(*arguments):
+    pass
+
+
 class Told(HostDriver):
     """Runs attempts that send these events, and decides what it is told, in order."""
 
@@ -29,8 +33,9 @@ class Told(HostDriver):
             on_event=lambda event: None,
             queue=queue,
         )
-        nothing = lambda *arguments: None  # noqa: E731
-        self.executor = SimpleNamespace(prepare=nothing, poll=nothing, close=nothing, run=self._run)
+        self.executor = SimpleNamespace(
+            prepare=do_nothing, poll=do_nothing, close=do_nothing, run=self._run
+        )
 
     def open(self, *arguments):
         pass

@@ -248,11 +248,11 @@ def test_memory_beyond_the_fraction_leaves_a_snapshot(own_trainers):
     assert ended.attempts[0]["outcome"] == "device_oom"
     for attempt, has_history in ((1, False), (2, True)):
         snapshot = pickle.loads((ended.run_dir / f"oom-attempt-{attempt}.pickle").read_bytes())
-        assert snapshot["segments"]
-        assert any(snapshot["device_traces"]) == has_history
+        assert snapshot["segments"], attempt
+        assert any(snapshot["device_traces"]) == has_history, attempt
         report = json.loads((ended.run_dir / f"oom-attempt-{attempt}.json").read_text())
         assert report["snapshot"] == f"oom-attempt-{attempt}.pickle"
-        assert report["tensors"][0]["device"] == "cuda:0"
+        assert report["tensors"][0]["device"] == "cuda:0", attempt
 
 
 def test_a_gpu_leak_is_sampled_and_found(own_trainers):

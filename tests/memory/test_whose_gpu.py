@@ -128,7 +128,7 @@ def test_a_context_is_learned_by_model(tmp_path):
     assert footprint(GIB, "A GPU") == before + 88 * MIB
     for damaged in ("[", '{"A GPU": Infinity}'):
         (tmp_path / "cache/robust-train/contexts.json").write_text(damaged)
-        assert footprint(GIB, "A GPU") == before
+        assert footprint(GIB, "A GPU") == before, damaged
 
 
 def test_unlisted_processes_bound_a_contexts_size(use, monkeypatch):

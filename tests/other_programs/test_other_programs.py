@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from command_world import CommandWorld
-from world import is_running, wait_until
+from world import is_running, wait_for_text, wait_until
 
 PROGRAMS = Path(__file__).parent / "programs"
 RESUMES = "--resume-argv '--resume {checkpoint}' --checkpoint"
@@ -147,7 +147,7 @@ class Case:
     def is_sent(self, signum, code):
         """Signal the launcher once the program trains; return how it has ended."""
         process = self.start("wait")
-        pid = int(wait_until(lambda: self.ready.exists() and self.ready.read_text(), "it trains"))
+        pid = int(wait_for_text(self.ready, "it trains"))
         process.send_signal(signum)
         ended = self.scripts.world.end(process, code)
         wait_until(lambda: not is_running(pid), "the program is gone")

@@ -258,11 +258,16 @@ valid_events = st.sampled_from(
         DecidedAgain("lost_race", "p", "halve_batch", "r"),
     ]
 ).map(Event.as_json)
+
+
+def spoiled(event, name, time, field, attempt):
+    """Return a valid event with another name, if one is given, another time and more fields."""
+    return event | field | attempt | {"event": name or event["event"], "time": time}
+
+
 hostile_events = st.lists(
     st.builds(
-        lambda event, name, time, *more: (
-            event | more[0] | more[1] | {"event": name or event["event"], "time": time}
-        ),
+        spoiled,
         valid_events,
         st.none() | st.sampled_from(NAMES) | anything,
         st.floats(0, 2e9) | anything,

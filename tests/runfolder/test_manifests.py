@@ -105,7 +105,7 @@ def test_a_clock_set_back_misleads_no_one(folder, monkeypatch):
         path = folder / name
         path.write_text("x")
         record(folder, path, None)
-        assert newest(folder) == path
+        assert newest(folder) == path, name
 
 
 @pytest.mark.parametrize("suffix", ["txt", "safetensors"])

@@ -146,7 +146,12 @@ def test_a_hanging_run_queues_the_request(host):
     host.begin("hangs_after_a_step")
     with pytest.raises(StillQueuedError, match=r"within 0.2 s; the request stays queued"):
         ask(choose_run(None), "checkpoint", wait_seconds=0.2)
-    status = wait_until(lambda: (s := host.told("status")).get("step") and s, "it reports")
+
+    def status_with_a_step():
+        status = host.told("status")
+        return status if status.get("step") else None
+
+    status = wait_until(status_with_a_step, "it reports")
     assert (status["state"], status["step"], status["total_steps"]) == ("running", 1, 10)
     assert ask(choose_run(None), "memory_info")["sentence"]
     with pytest.raises(StillQueuedError):

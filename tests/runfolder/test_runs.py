@@ -129,8 +129,8 @@ def test_a_moved_or_linked_folder_stays_that_run(tmp_path):
         (tmp_path / "link").symlink_to(tmp_path / "after")
         for which in ("after", "link", "link/lock"):
             run = choose_run(str(tmp_path / which))
-            assert (run.id, run.run_dir) == (folder.state.id, tmp_path / "after")
-            assert run.about()["run_dir"] == str(tmp_path / "after")
+            assert (run.id, run.run_dir) == (folder.state.id, tmp_path / "after"), which
+            assert run.about()["run_dir"] == str(tmp_path / "after"), which
 
 
 def test_another_hosts_job_is_seen_and_answers(tmp_path):

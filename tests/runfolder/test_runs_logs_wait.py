@@ -103,9 +103,9 @@ def test_a_sweeps_name_is_always_its_folder(tmp_path, says):
     (sweep / "1" / "attempt-1.log").write_text("its output\n")
     for which in (sweep, sweep / "sweep.json"):
         shown = says("status", which).out
-        assert shown.startswith(f"{sweep}: died\n")
+        assert shown.startswith(f"{sweep}: died\n"), which
         assert f"to continue: robust-train resume {sweep}" in shown
-        assert [line.split()[-1] for line in shown.splitlines()[2:4]] == ["lr=0", "lr=1"]
+        assert [line.split()[-1] for line in shown.splitlines()[2:4]] == ["lr=0", "lr=1"], which
         assert says("wait", which, code=1).out.startswith(f"{sweep}: died")
     assert says("logs", sweep).out == "its output\n"
     assert jobs[1] in says("stop", sweep / "1", code=1).err

@@ -41,11 +41,11 @@ def test_the_limit_stays_between_one_and_the_room(least, looks):
     packing = Packing(least, least)
     for look in looks:
         after = packing.after(look)
-        assert after.limit >= least
+        assert after.limit >= least, look
         added = after.limit - packing.limit
         assert added <= max(min(look.room, least), 0)
         if look.waiting or not look.measured:
-            assert after == packing
+            assert after == packing, look
         packing = after
 
 

@@ -246,8 +246,8 @@ def test_a_pruned_trial_leaves_a_checkpoint(sweeps):
     assert pruned
     for number in pruned:
         state = json.loads((sweeps.folder / str(number) / "state.json").read_text())
-        assert (state["state"], state["exit_code"]) == ("pruned", 0)
-        assert state["checkpoint_step"] < 40
+        assert (state["state"], state["exit_code"]) == ("pruned", 0), number
+        assert state["checkpoint_step"] < 40, number
         assert "(MedianPruner)" in sweeps.jobs[number]["reason"]
     assert trials[0].state.name == "COMPLETE"
     assert trials[0].intermediate_values[40] == trials[0].value
@@ -294,12 +294,12 @@ def test_a_search_reports_changed_and_unreadable_files(tmp_path, caplog):
         ([1, 1, 1], [], False),
     ],
 )
-def test_who_is_out_of_patience(of_job, others, behind):
-    for sign, mode in ((1, "max"), (-1, "min")):
-        reports = Reports(mode)
-        for job, values in enumerate([of_job, *others]):
-            reports.values[job] = {at: sign * value for at, value in enumerate(values)}
-        assert reports.is_behind(0, 3) is behind
+@pytest.mark.parametrize(("sign", "mode"), [(1, "max"), (-1, "min")])
+def test_who_is_out_of_patience(of_job, others, behind, sign, mode):
+    reports = Reports(mode)
+    for job, values in enumerate([of_job, *others]):
+        reports.values[job] = {at: sign * value for at, value in enumerate(values)}
+    assert reports.is_behind(0, 3) is behind
 
 
 @pytest.mark.parametrize(

@@ -290,9 +290,13 @@ def killed(run_dir):
     dist.barrier()
     if dist.get_rank() == 0:
         rename = Path.rename
-        Path.rename = lambda path, new: (
-            os.kill(os.getpid(), signal.SIGKILL) if path.is_dir() else rename(path, new)
-        )
+
+        def die_at_a_folder(path, new):
+            if path.is_dir():
+                os.kill(os.getpid(), signal.SIGKILL)
+            return rename(path, new)
+
+        Path.rename = die_at_a_folder
     try:
         job.folder.save(job.content(2), 2)
     except RuntimeError as error:  # as of any lost connection

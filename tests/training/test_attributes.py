@@ -77,10 +77,10 @@ def test_plain_attributes_are_restored_as_the_same_objects():
     model = Stateful()
     before, objects = model.state(), (model.losses, model.queue, model.figure)
     start = StepStart(Watch(), [model])
-    for _ in range(2):
+    for repetition in (1, 2):
         model(torch.ones(4, 2))
         start.rewind()
-        assert model.state() == before
+        assert model.state() == before, f"rewind {repetition}"
     after = model.losses, model.queue, model.figure
     assert list(map(id, after)) == list(map(id, objects))
     model(torch.ones(4, 2))

@@ -87,7 +87,7 @@ def test_the_best_checkpoint_stays_until_a_better_one(tmp_path):
         checkpoint.write_bytes(b"%d" % step)
         keep_if_best(checkpoint, Best(value, step))
         expected = b"4" if step == 4 else b"1"
-        assert (tmp_path / "best.pt").read_bytes() == expected
+        assert (tmp_path / "best.pt").read_bytes() == expected, f"step {step}"
 
 
 @pytest.mark.slow

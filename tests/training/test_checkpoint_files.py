@@ -190,8 +190,8 @@ def test_no_flipped_byte_is_believed(tmp_path):
         refused += checkpoint is None
         if checkpoint is not None:
             weights = checkpoint[1].pop("weights")
-            assert torch.equal(weights, content["weights"])
-            assert checkpoint[1] == {"step": 30, "rng": [1, [2, 3], None]}
+            assert torch.equal(weights, content["weights"]), f"byte {index}"
+            assert checkpoint[1] == {"step": 30, "rng": [1, [2, 3], None]}, f"byte {index}"
     assert refused > 100
 
 

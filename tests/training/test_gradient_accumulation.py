@@ -37,11 +37,16 @@ def step_with(precision, max_grad_norm, loss_factor=1):
     model = small_model().float()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     images, labels = batch_of(4)
+
+    def count_of(data):
+        """Count the whole batch as 2, and each of its parts as ``loss_factor``."""
+        return 2 if len(data[0]) == 4 else loss_factor
+
     MicroBatcher(2).backward(
         lambda part: loss_of(model, part, device=CPU, precision=precision),
         (images.float(), labels * 0),
         model,
-        count=lambda data: 2 if len(data[0]) == 4 else 1 * loss_factor,
+        count=count_of,
         backward=lambda loss: precision.scaler.scale(loss).backward(),
     )
     done = update(optimizer, None, precision.scaler, max_grad_norm)

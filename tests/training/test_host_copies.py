@@ -75,9 +75,9 @@ def saved(copies, content):
 def test_pinned_memory_is_counted_as_it_is_taken(pinned, copies):
     for number in range(5):
         saved(copies, {f"adapter_{number}": torch.rand(3 << 18), "rest": torch.rand(5000)})
-        assert copies.arenas[False].taken == pinned.taken
+        assert copies.arenas[False].taken == pinned.taken, f"save {number}"
         copies.shrink()
-        assert copies.arenas[False].taken == pinned.taken
+        assert copies.arenas[False].taken == pinned.taken, f"save {number}, shrunk"
     assert pinned.taken <= 4 * MIB, "names that are gone keep nothing"
 
 

@@ -104,7 +104,7 @@ def test_another_runs_checkpoint_is_refused(tmp_path, job):
     ):
         with pytest.raises(ConfigError, match=named) as refusal:
             resumed(job(override), run)
-        assert "\n" not in str(refusal.value)
+        assert "\n" not in str(refusal.value), override
     assert resumed(job(ONE_EPOCH, "training.lr=1e-4"), run)[1]["steps"] == 23
 
 

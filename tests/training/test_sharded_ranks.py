@@ -82,11 +82,11 @@ def test_sharded_steps_repeat_and_resume_anywhere(tmp_path):
     ],
 )
 def test_unrepeatable_steps_are_refused_in_a_line(ranks, model, reason):
-    for rank in ranks:
-        line = rank["refused"][model]
-        assert line.startswith("run.backward: ")
-        assert reason in line
-        assert "or do without run.backward" in line
+    for rank, seen in enumerate(ranks):
+        line = seen["refused"][model]
+        assert line.startswith("run.backward: "), f"rank {rank}"
+        assert reason in line, f"rank {rank}"
+        assert "or do without run.backward" in line, f"rank {rank}"
 
 
 def test_an_older_torch_is_refused_in_a_line(monkeypatch):

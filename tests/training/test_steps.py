@@ -672,8 +672,8 @@ def stepping_in_backward():
     return step(MicroBatcher(4), network)
 
 
-def returning(*losses):
-    return lambda: MicroBatcher().backward(lambda batch: losses[0], data(), Network())
+def returning(loss):
+    return lambda: MicroBatcher().backward(lambda batch: loss, data(), Network())
 
 
 @pytest.mark.parametrize(
@@ -721,14 +721,28 @@ def through_a_global(model):
     return loss_of
 
 
+def through_a_partial(model):
+    def loss_of(net, batch):
+        return loss_with(net)(batch)
+
+    return functools.partial(loss_of, model)
+
+
+def through_a_default(model):
+    def loss_of(batch, net=model):
+        return loss_with(net)(batch)
+
+    return loss_of
+
+
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize(
     "reach",
     [
         loss_with,
         lambda model: Holder(model).loss_of,
-        lambda model: functools.partial(lambda net, batch: loss_with(net)(batch), model),
-        lambda model: lambda batch, net=model: loss_with(net)(batch),
+        through_a_partial,
+        through_a_default,
         through_a_global,
     ],
     ids=["closure", "method", "partial", "default", "global"],
@@ -802,9 +816,11 @@ def test_generators_of_all_gpus_are_rewound(monkeypatch):
     states = [torch.tensor([1]), torch.tensor([2])]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: list(states))
-    monkeypatch.setattr(
-        torch.cuda, "set_rng_state_all", lambda now: states.__setitem__(slice(None), now)
-    )
+
+    def set_states(new):
+        states[:] = new
+
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", set_states)
     kept = GeneratorStates()
     states[:] = [torch.tensor([3]), torch.tensor([4])]
     kept.restore()

@@ -122,13 +122,13 @@ def test_a_step_reads_as_little_as_possible(kind, has_scaler):
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
     optimizer = KINDS[kind]([*model.parameters()])
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0) if has_scaler else None
-    for _ in range(2):
+    for step in (1, 2):
         loss = model(torch.ones(2, 8)).sum()
         (loss if scaler is None else scaler.scale(loss)).backward()
         COUNTERS[:] = [state["step"] for state in optimizer.state.values() if "step" in state]
         with Operations() as seen:
             done = update(optimizer, loss.detach(), scaler)
-        assert done.moved
+        assert done.moved, f"step {step}"
     assert seen.reads == READS[kind][has_scaler], seen.names
     assert seen.reads_after_update == 0
     assert [seen.count(part) for part in OVER_GRADIENTS] == [0, 0 if has_scaler else 1]

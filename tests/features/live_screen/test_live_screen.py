@@ -82,12 +82,14 @@ def test_steps_are_counted_if_no_samples_are_reported():
 
 
 @pytest.mark.parametrize("columns", [20, 80, 120, 160])
-def test_no_status_line_is_wider_than_the_terminal(columns):
-    for state in ("starting", "waiting", "running", "between attempts", "stopping"):
-        shown = replace(RUNNING, state=state, reason="why " * 40, waiting={"reason": "why " * 40})
-        lines = status_lines(shown, 90.0, columns)
-        assert lines
-        assert max(map(len, lines)) <= columns
+@pytest.mark.parametrize(
+    "state", ["starting", "waiting", "running", "between attempts", "stopping"]
+)
+def test_no_status_line_is_wider_than_the_terminal(state, columns):
+    shown = replace(RUNNING, state=state, reason="why " * 40, waiting={"reason": "why " * 40})
+    lines = status_lines(shown, 90.0, columns)
+    assert lines
+    assert max(map(len, lines)) <= columns
 
 
 @pytest.fixture(autouse=True)
@@ -225,6 +227,6 @@ def test_ctrl_z_leaves_the_shell_no_status(terminal, monkeypatch):
             signal.raise_signal(signal.SIGTSTP)
             shown = showing_lines(shown_on(reads) + "[1]+  Stopped\r\n$", 80)
             said = "stopped by Ctrl-Z: training continues in the meantime; fg shows it again"
-            assert shown == ["loss 0.5", said, "[1]+  Stopped", "$"]
+            assert shown == ["loss 0.5", said, "[1]+  Stopped", "$"], f"step {step}"
     assert stopped == [(os.getpid(), signal.SIGTSTP)] * 2
     assert signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL

@@ -17,7 +17,7 @@ from robust_train.features.measured_memory.store import Need
 from robust_train.model.errors import NotDoneError
 from robust_train.readable import MIB
 from simulated_nvml import Gpu
-from world import World, is_running, wait_until
+from world import World, is_running, wait_for_text, wait_until
 
 A = "GPU-aaaaaaaa-0000-0000-0000-000000000000"
 PROGRAM = """
@@ -55,7 +55,7 @@ class Host:
         target = f"trainer._target_=measured_trainers.{trainer}"
         job = self.world.start(target, *arguments)
         ready = self.tmp_path / "ready"
-        pid = wait_until(lambda: ready.exists() and ready.read_text(), "it trains")
+        pid = wait_for_text(ready, "it trains")
         return job, int(pid)
 
     def hold(self, pid, mib):
@@ -142,7 +142,7 @@ def test_a_crash_keeps_what_was_measured(tmp_path, cuda_machine_with):
     os.kill(pid, signal.SIGKILL)
     ready = tmp_path / "ready"
     host.hold(1, 0)
-    pid = int(wait_until(lambda: ready.exists() and ready.read_text(), "it trains again"))
+    pid = int(wait_for_text(ready, "it trains again"))
     host.hold(pid, 500)
     wait_until(lambda: host.reserved() == (6600, 500), "the new attempt is seen")
     host.go()
@@ -290,7 +290,7 @@ def test_a_program_is_measured_by_a_probe(tmp_path, cuda_machine_with):
     command = ["-m", "robust_train.cli.main", "need", "--probe", "--json", "--", *words]
     probe = warm.start(command, tmp_path, {**host.machine.environment(), **host.world.environ})
     ready = tmp_path / "ready"
-    host.hold(int(wait_until(lambda: ready.exists() and ready.read_text(), "it runs")), 3000)
+    host.hold(int(wait_for_text(ready, "it runs")), 3000)
     stdout, stderr = probe.communicate(timeout=120)
     answer = json.loads(stdout)
     assert answer["peak_bytes"] == 3000 * MIB, stderr
@@ -308,7 +308,7 @@ def test_a_stopped_probe_takes_its_program_along(tmp_path, cuda_machine_with):
     command = ["-m", "robust_train.cli.main", "need", "--probe", "--", sys.executable, str(script)]
     probe = warm.start(command, tmp_path, {**host.machine.environment(), **host.world.environ})
     ready = tmp_path / "ready"
-    pid = int(wait_until(lambda: ready.exists() and ready.read_text(), "it runs"))
+    pid = int(wait_for_text(ready, "it runs"))
     probe.terminate()
     probe.communicate(timeout=120)
     assert probe.returncode == 130
@@ -329,7 +329,7 @@ def test_a_program_of_several_gpus_is_known(tmp_path, cuda_machine_with):
     words = [sys.executable, str(script)]
     job = CommandWorld(host.world).start(AUTO, "num_gpus=2", "--", *words)
     ready = tmp_path / "ready"
-    host.hold(int(wait_until(lambda: ready.exists() and ready.read_text(), "it runs")), 3000)
+    host.hold(int(wait_for_text(ready, "it runs")), 3000)
     host.world.end(job, code=0)
     answer = host.need("--json", "--", *words)
     assert json.loads(answer.stdout)["num_gpus"] == 2, answer.stderr

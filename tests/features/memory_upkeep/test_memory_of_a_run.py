@@ -161,7 +161,7 @@ def test_running_out_in_steps_is_recorded_once(tmp_path):
     with trained(run):
         for step in (1, 2):
             run.backward(loss_of, torch.zeros(16, 1), model)
-            assert run.micro_batcher.size == 4
+            assert run.micro_batcher.size == 4, f"step {step}"
             # the next step is tried whole again
             live_of(run).parts.split_by(live_of(run).parts.plan)
             run.progress(step)
