@@ -1,4 +1,4 @@
-"""Private symbols of torch and others: what is relied on is there, and does what it is used for."""
+"""Private symbols of torch and other libraries exist, and do what we use them for."""
 
 import __future__
 

@@ -86,7 +86,7 @@ def test_gpus_on_which_others_compute_are_left_alone(monkeypatch, capsys):
     others, ours = (gpu_of(n, processes=(GpuProcess(p),)) for n, p in enumerate([9, os.getpid()]))
     shows(monkeypatch, others, ours)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    assert gpu_check.choose_gpu() is None, "a process of its own is no one else"
+    assert gpu_check.choose_gpu() is None, "its own process does not count as another user's"
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-1"
     shows(monkeypatch, others)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")

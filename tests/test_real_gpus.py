@@ -1,4 +1,4 @@
-"""Tests never touch the GPUs of the machine they run on, but for those that ``-m gpu`` selects."""
+"""Tests never touch the GPUs of the machine they run on, unless ``-m gpu`` selects them."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Projects outside our tree: the one that ``robust-train init`` writes, and the example."""
+"""Projects outside our tree: a new project of ``robust-train init``, and the example."""
 
 import json
 import runpy
@@ -156,7 +156,7 @@ def test_mistakes_in_a_project_take_one_line(world, own_project):
 
 @pytest.fixture
 def foreign(world):
-    """A Hydra project that knows nothing of us, but for the decorator of its ``main``."""
+    """A Hydra project that uses robust-train only in the decorator of its ``main``."""
     folder = world.folder / "foreign"
     files = {
         "main.py": """
@@ -363,7 +363,7 @@ if __name__ == "__main__":
 
 
 def test_configs_may_be_the_scripts_dataclasses(world):
-    """The attempt imports the script under another name than the one by which they are pickled."""
+    """The attempt imports the script under a name that differs from the name in the pickles."""
     (world.folder / "main.py").write_text(OF_DATACLASSES)
     _run(world, world.folder, "optimizer.lr=0.5", "robust.num_gpus=1")
     assert [summary["result"] for summary in _summaries(world.folder)] == [4]

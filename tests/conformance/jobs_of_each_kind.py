@@ -69,7 +69,7 @@ class Kind:
 
 
 def in_ranks(kind, how="ranks", *words):
-    """The same job in two ranks, which together learn what one does."""
+    """The same job in two ranks, which together learn what one rank learns."""
     return replace(
         kind,
         name=f"{kind.name} in {how}",
@@ -135,8 +135,10 @@ class Day:
         return manifests[-1] if manifests else None
 
     def start(self, *, alone=False):
-        """Start the command and wait until it trains and has saved; there it is held. If it is to
-        be repeated by what it has recorded of itself, it is no fork (``alone``)."""
+        """Start the command, wait until it has saved a checkpoint, and hold it there.
+
+        With ``alone`` the process is not a fork, so that a later launch can repeat its command.
+        """
         self.hold.touch()
         self.world.alone = alone or self.kind.is_sweep
         self.process = self.world.start(*self.words)

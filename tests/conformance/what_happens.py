@@ -320,7 +320,7 @@ def losses_that_are_not_finite(day):
 
 
 def hang(day):
-    """Of the last rank: ended without progress, and tried again."""
+    """The last rank hangs: the attempt is ended, and the job tries again."""
     ended = day.meets("a hang")
     assert [attempt["outcome"] for attempt in ended.attempts] == ["comm", "completed"]
     assert "stalled: no progress for " in ended.attempts[0]["reason"]
@@ -329,7 +329,7 @@ def hang(day):
 
 
 def bug(day):
-    """Of the last rank: the job ends at once, with the trainer's own traceback."""
+    """The last rank has a bug: the job ends at once, with the trainer's traceback."""
     ended = day.meets("a bug", 1)
     assert [attempt["outcome"] for attempt in ended.attempts] == ["bug"]
     assert "a bug of mine" in ended.attempts[0]["message"]

@@ -140,7 +140,7 @@ def test_the_first_errors_kind_counts():
 
 
 def quotable():
-    """Cases whose message is no traceback by itself, as the last lines of one."""
+    """Cases whose message is not itself a traceback, each as the last line of a traceback."""
     return [
         (case, f"{name}: {case.message}" if case.message else name)
         for case in RAISED

@@ -414,7 +414,7 @@ def test_grants_fit_and_leave_no_gpu_idle(drawn, before, machine, limit):
         if queued.id in decided.groups or queued.id in decided.capped:
             continue
         free = [u for u, state in states.items() if u not in decided.kept and state.suits(queued)]
-        assert len(free) < queued.count, "work conservation, but for GPUs kept for the first"
+        assert len(free) < queued.count, "work conservation, except for GPUs kept for the first job"
         assert decided.first
         assert places.index(decided.first) <= places.index(queued.id)
     for queued in waiting:

@@ -195,7 +195,7 @@ def plant_of_a_user(base):
     ],
 )
 def test_a_suspicious_queue_directory_is_refused(tmp_path, plant, why):
-    """What is not a directory of its own."""
+    """The directory must not lead elsewhere or be writable for others."""
     base = tmp_path / "queue"
     plant(base)
     with pytest.raises(QueueError, match=why) as caught:

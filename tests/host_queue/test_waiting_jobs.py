@@ -248,7 +248,7 @@ def test_an_idle_gpu_is_marked_until_it_computes(host, later, capsys):
     assert job.queue.take((), 0)  # an attempt on the CPU
     later(2 * IDLE_SECONDS)
     job.wait()
-    assert idle_seconds() is None, "it was given back meanwhile"
+    assert idle_seconds() is None, "it was given back in the meantime"
 
 
 @pytest.fixture

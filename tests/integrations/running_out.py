@@ -25,9 +25,9 @@ CFG = framework_config(4, 2, checkpoint_every_steps=None, keep_checkpoints=2)
 
 
 def allocate(samples, fits):
-    """Take memory for so many samples where ``fits`` of them fit: a real failure if more do not.
+    """Take memory for ``samples`` samples under a limit that has room for ``fits`` samples.
 
-    The limit is there for this moment alone, so that memory runs out here and nowhere else.
+    The limit holds during this call alone, so that memory really runs out, here and nowhere else.
     """
     with limited_growth(fits * SAMPLE_BYTES + SAMPLE_BYTES // 2):
         torch.empty(samples * SAMPLE_BYTES, dtype=torch.uint8)

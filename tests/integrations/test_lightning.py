@@ -262,7 +262,7 @@ def test_the_best_checkpoint_of_earlier_attempts_is_known(tmp_path):
 
 @pytest.mark.slow
 def test_lightning_by_its_other_name_is_adopted_too(tmp_path):
-    """It is a package of its own, with classes of its own."""
+    """It is a separate package with separate classes."""
 
     def seen(_):
         for name in list(sys.modules):

@@ -251,7 +251,7 @@ def test_logged_figures_show_no_split(tmp_path, sums):
 
 
 class _Layerwise(transformers.Trainer):
-    """Steps as soon as a gradient is there, as GaLore and APOLLO do layer by layer."""
+    """Steps as soon as a gradient exists, layer by layer, like GaLore and APOLLO."""
 
     def create_optimizer(self, model=None):
         def step(parameter):

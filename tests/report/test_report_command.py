@@ -56,7 +56,7 @@ def test_an_unwritable_report_fails_only_its_command(run, capsys, caplog):
 
 
 def test_a_stop_has_one_word_on_the_page(tmp_path):
-    """Ctrl-C twice in a job's life is no trouble that it had."""
+    """Ctrl-C twice in a job's life does not count as trouble."""
     journal = Journal(tmp_path)
     stop = {"message": "stopped after step 4", "action": "stopped", "reason": "interrupted"}
     for number in (1, 2):

@@ -1,4 +1,4 @@
-"""How often checkpoints are saved; pure, but for the clocks of ranks in threads."""
+"""How often checkpoints are saved; pure, except for the clocks of ranks in threads."""
 
 import itertools
 import math
@@ -112,7 +112,7 @@ def test_a_late_write_counts_for_its_own_step(time):
     time.seconds += 1  # it waits for the one before
     clock.saved(2)
     clock.copied()
-    assert not clock.is_due(5), "the one of step 4 is the last"
+    assert not clock.is_due(5), "the checkpoint of step 4 is the last"
     assert clock.spent == 1.0
 
 

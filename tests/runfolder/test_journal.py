@@ -130,4 +130,4 @@ def test_a_slow_disk_delays_neither_lines_nor_summary(tmp_path, monkeypatch):
     assert not waits
     Summary("failed", tmp_path, "a reason").write()
     assert waits
-    assert None not in waits, "it is there before the disk is waited for"
+    assert None not in waits, "it is written before the disk is waited for"

@@ -1,5 +1,7 @@
-"""Which checkpoints count and which are removed; no process is started but for one that is refused
-a file."""
+"""Which checkpoints count and which are removed.
+
+The only process that is started may not read a file.
+"""
 
 import json
 import os
@@ -110,7 +112,7 @@ def test_a_clock_set_back_misleads_no_one(folder, monkeypatch):
 
 @pytest.mark.parametrize("suffix", ["txt", "safetensors"])
 def test_a_damaged_end_counts_without_alternatives(folder, suffix):
-    """The end was written over in place, and there is no other checkpoint."""
+    """The end was overwritten in place, and the job has no other checkpoint."""
     last = folder / f"step-00000008.{suffix}"
     folder.mkdir()
     header = json.dumps({"w": {"dtype": "U8", "shape": [9], "data_offsets": [0, 9]}}).encode()

@@ -157,7 +157,7 @@ def test_a_taken_request_is_answered_by_the_end(tmp_path):
 
 
 def test_an_untaken_request_waits_for_another_attempt(tmp_path):
-    """If there is none, it is answered at the end of the job."""
+    """If no attempt follows, the request is answered at the end of the job."""
     with open_folder(tmp_path) as folder:
         folder.record_attempt_start(Attempt(1, SPEC))
         with pytest.raises(StillQueuedError, match=r"no step has ended within 0\.1 s"):

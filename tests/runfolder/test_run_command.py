@@ -1,6 +1,6 @@
 """``robust-train VERB`` against runs in processes of their own.
 
-The runs are real commands; the verbs are carried out in this process, but for those in a terminal.
+The runs are real commands. Verbs run in this process, except for those in a terminal.
 """
 
 import contextlib

@@ -22,7 +22,7 @@ from robust_train.folder.run_list import (
 
 
 def test_only_a_single_live_run_needs_no_name(tmp_path):
-    """Of two, one has to be named."""
+    """With two runs, the command has to name the run."""
     for which in (None, "~nobody/run"):  # a user who is not there
         with pytest.raises(NoLiveRunError, match="no run of yours"):
             choose_run(which)

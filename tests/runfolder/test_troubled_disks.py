@@ -102,7 +102,9 @@ def test_what_stays_unreadable_becomes_an_error(number, kind):
     paused = []
     with pytest.raises(ConfigError) as refused:
         wait_until_readable(read, sleep=paused.append)
-    assert type(refused.value) is kind, "what may pass by itself is no mistake of the configuration"
+    assert type(refused.value) is kind, (
+        "a fault that may pass is not a mistake in the configuration"
+    )
     (line,) = str(refused.value).splitlines()
     assert f"/runs/a: cannot be read now ({os.strerror(number)})" in line
     assert paused == sorted(paused)

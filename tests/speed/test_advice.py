@@ -17,7 +17,7 @@ STEP = "samples/s while training, 0.2 s a step (median; 95 %: 0.3 s)"
 
 
 def alone(*seconds, **more):
-    """Ranks that compute for so long in a step until they meet."""
+    """Ranks that compute this long in a step until they meet."""
     pairs = enumerate(seconds)
     return [replace(FAST, rank=rank, seconds_alone_per_step=s, **more) for rank, s in pairs]
 

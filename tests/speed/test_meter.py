@@ -27,7 +27,7 @@ class Clock:
         return self.now
 
     def queue(self, seconds):
-        """Have the GPU compute for so long, without waiting for it."""
+        """Keep the GPU busy for this long, without waiting for it."""
         self.gpu_free_at = max(self.gpu_free_at, self.now) + seconds
 
     def synchronize(self):

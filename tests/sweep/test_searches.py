@@ -235,9 +235,7 @@ def test_the_search_space_has_hydras_syntax(override, expected):
 
 
 def test_a_pruned_trial_leaves_a_checkpoint(sweeps):
-    """The search has a best. Values are drawn by a seed: later ones are worse than the first,
-    which all come to know.
-    """
+    """The search has a best trial: a seed draws the values, and those after the first are worse."""
     pruner = ("hydra/sweeper/pruner=median", "hydra.sweeper.pruner.n_startup_trials=1")
     arguments = _arguments(sweeps, "reports_its_rate", 5, *pruner)
     sweeps.world.run(*arguments, code=0)

@@ -143,7 +143,7 @@ def test_a_forwarded_signal_counts_once(watched, first_forwarded):
         os.kill(os.getpid(), signum)
     assert received == [signal.SIGTERM]
     os.kill(os.getpid(), signal.SIGTERM)
-    assert received == [signal.SIGTERM] * 2, "a second one of its own is impatience"
+    assert received == [signal.SIGTERM] * 2, "a second signal by itself means impatience"
 
 
 @pytest.mark.parametrize("ends_it", [None, signal.SIGTERM, signal_to_forward(signal.SIGTERM)])
@@ -171,7 +171,7 @@ def test_a_forwarded_signal_ends_a_pause_once(watched, first_forwarded):
         os.kill(os.getpid(), signum)
     assert received == [signal.SIGTERM], "it is stopping already"
     os.kill(os.getpid(), signal.SIGINT)
-    assert received == [signal.SIGTERM, signal.SIGINT], "a second one of its own is impatience"
+    assert received == [signal.SIGTERM, signal.SIGINT], "a second signal by itself means impatience"
 
 
 def test_nothing_stops_a_job_in_a_thread(watched):

@@ -352,7 +352,7 @@ def built_in(folder, rank, ranks, resume, stop_at, *more):
 
 
 def attempt(folder, ranks, *more, resume=None, stop_at=None):
-    """An attempt of the built-in trainer with so many ranks, set up as the launcher does."""
+    """An attempt of the built-in trainer with ``ranks`` ranks, set up like the launcher does."""
     return of_ranks(ranks, lambda rank: built_in(folder, rank, ranks, resume, stop_at, *more))
 
 

@@ -102,7 +102,7 @@ def each_rank_writes_its_shards_while_training_goes_on(run_dir):
     alone = read_alone(path)
     assert early is None, "it is reported between two steps"
     assert names(job.folder) == listed("step-00000001")
-    assert sums(job.content(1)) != before, "it was trained meanwhile"
+    assert sums(job.content(1)) != before, "it was trained in the meantime"
     assert sums(restored) == before
     assert alone is None or sums(alone[1]) == before
     assert restored["nested"] == [(1,)]

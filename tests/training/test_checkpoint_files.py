@@ -244,7 +244,7 @@ def test_incomplete_checkpoint_folders_are_removed_at_startup(tmp_path):
     cannot_be_removed.symlink_to(tmp_path / "away")
     folder.remove_leftovers(None)
     left = {path.name for path in folder.path.iterdir() if path.is_dir()}
-    assert left - {cannot_be_removed.name} == {"step-00000050"}, "it can be mended by hand"
+    assert left - {cannot_be_removed.name} == {"step-00000050"}, "it can be repaired by hand"
     assert path.exists()
 
 

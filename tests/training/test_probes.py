@@ -122,7 +122,7 @@ def test_the_optimizers_predicted_memory_is_what_it_takes(kind, options, states,
 
 
 def test_nothing_fits_without_room_for_the_copy():
-    """Each step needs a copy of its own."""
+    """Each step needs its own copy."""
 
     class Full(Meter):
         def begin(self):

@@ -49,8 +49,8 @@ def test_of_a_rank_that_is_alone(group):
 @pytest.mark.proves("built-in trainer", "several GPUs", "in the step")
 @pytest.mark.proves("built-in trainer", "several GPUs", "new attempt")
 def test_results_do_not_depend_on_the_ranks(group):
-    """Of the built-in trainer, also resumed: two ranks stop after a step in which one ran out of
-    memory, and four resume; against one rank without interruption.
+    """Two ranks of the built-in trainer stop after a step in which one ran out of memory, and four
+    ranks resume. The result is that of one rank without interruption.
     """
     single, first, rest = group["one"][0], group["first"], group["rest"]
     assert [rank["changed"] for rank in first] == [[], [6]]

@@ -126,7 +126,7 @@ def test_workers_do_not_change_what_is_learned(tmp_path, job, whole):
 
 @pytest.fixture
 def memory_for(monkeypatch):
-    """Give the model memory for so many samples at once, in training or in validation."""
+    """Give the model memory for ``samples`` samples at once, in training or in validation."""
     whole_forward = SmallCnn.forward
     sizes: list[tuple[bool, int]] = []
 

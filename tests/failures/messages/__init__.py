@@ -47,7 +47,7 @@ class Case:
 
     @property
     def returncode(self):
-        """Of the process."""
+        """The exit code of the process."""
         return int(self.raised_by.removeprefix("exit "))
 
     def exception(self):

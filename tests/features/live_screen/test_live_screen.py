@@ -99,7 +99,7 @@ def xterm(monkeypatch):
 
 @pytest.fixture
 def terminal():
-    """Both ends of a terminal: the one that a person reads, and ours."""
+    """Both ends of a terminal: a person's and ours."""
     ours, theirs = pty.openpty()
     os.set_blocking(ours, False)
     yield ours, theirs
@@ -184,7 +184,7 @@ def test_the_status_goes_on_where_somebody_reads_again(terminal):
         seen = b""
         while b"running again" not in seen:
             area.show([Text("running again")])
-            assert select.select([reads], [], [], 5.0)[0], "nothing comes any more"
+            assert select.select([reads], [], [], 5.0)[0], "no more output arrives"
             seen += os.read(reads, 1 << 16)
 
 

@@ -49,7 +49,7 @@ class Host:
         self.tmp_path = tmp_path
 
     def start(self, *arguments, trainer="holds_memory"):
-        """Start a job; return its process and the number of the one that trains."""
+        """Start a job; return its process and the trainer's process id."""
         for name in ("ready", "go", "go2"):
             (self.tmp_path / name).unlink(missing_ok=True)
         target = f"trainer._target_=measured_trainers.{trainer}"
@@ -109,7 +109,7 @@ def test_reservation_follows_and_next_job_begins_with_it(tmp_path, cuda_machine_
 
 @pytest.mark.slow
 def test_a_job_that_fills_its_gpu_starts_again(tmp_path, cuda_machine_with):
-    """There is no room for the tenth on top of its peak."""
+    """The GPU has no room for ten percent on top of its peak."""
     host = Host(tmp_path, cuda_machine_with(Gpu(uuid=A)))
     job, pid = host.start(AUTO)
     host.hold(pid, 15000)
@@ -253,7 +253,7 @@ def test_a_program_that_takes_all_keeps_its_declaration(tmp_path, cuda_machine_w
 
 @pytest.mark.slow
 def test_a_measured_job_that_grows_is_followed(tmp_path, cuda_machine_with):
-    """By most of a GPU at once, as in a validation at night: that is not JAX."""
+    """A job that suddenly takes most of a GPU, for example in a validation, is not JAX."""
     host = Host(tmp_path, cuda_machine_with(Gpu(uuid=A)))
     job, pid = host.start(AUTO, "gpu_jobs_per_device=2")
     host.hold(pid, 1000)

@@ -24,7 +24,7 @@ from world import wait_until
 
 
 def start(world):
-    """Start a run that trains until the file ``go`` is there."""
+    """Start a run that trains until the file ``go`` exists."""
     world.environ["GO_FILE"] = str(world.folder / "go")
     return world.start("trains_until_told")
 

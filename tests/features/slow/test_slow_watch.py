@@ -45,7 +45,7 @@ class Watched:
         self.watch = SlowWatch((), self.sent.append, lambda: self.now)
 
     def trains(self, minutes, *ranks):
-        """Return what is sent meanwhile."""
+        """Train for some minutes; return the notes that are sent in that time."""
         before = len(self.sent)
         for _ in range(int(2 * minutes)):
             self.now += 30

@@ -210,7 +210,7 @@ def test_a_suspended_attempt_does_not_hang(watched):
     assert watched.wait(2000) is None
     watched.signal(signal.SIGCONT, watched.pids[0])
     stands = watched.wait(700, printing=True)
-    assert stands is not None, "what the others print is no sign of life then"
+    assert stands is not None, "output of the other ranks is not a sign of life then"
     assert stands.seconds < 700
 
 
