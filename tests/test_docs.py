@@ -171,9 +171,9 @@ def test_every_python_block_uses_what_there_is(page):
         for node in nodes:
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "run":
                 assert hasattr(run, node.attr), ast.unparse(node)
-            if not isinstance(node, ast.Call) or any(
-                keyword.arg is None for keyword in node.keywords
-            ):
+            if not isinstance(node, ast.Call):
+                continue
+            if any(keyword.arg is None for keyword in node.keywords):
                 continue
             called = ours.get(ast.unparse(node.func))
             if ast.unparse(node.func).startswith("run."):
@@ -182,9 +182,8 @@ def test_every_python_block_uses_what_there_is(page):
             if callable(called):
                 inspect.signature(called).bind(*node.args, **dict.fromkeys(keywords))
             elif isinstance(called, ast.FunctionDef):
-                parameters = {
-                    parameter.arg for parameter in (*called.args.args, *called.args.kwonlyargs)
-                }
+                declared = (*called.args.args, *called.args.kwonlyargs)
+                parameters = {parameter.arg for parameter in declared}
                 assert {*keywords} <= parameters, ast.unparse(node)
 
 
@@ -314,9 +313,8 @@ def test_docstrings_begin_with_a_verb():
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.FunctionDef):
                 continue
-            if any(
-                ast.unparse(decorator).endswith("property") for decorator in node.decorator_list
-            ):
+            decorators = map(ast.unparse, node.decorator_list)
+            if any(decorator.endswith("property") for decorator in decorators):
                 continue  # its docstring says what it is
             first, *_ = (ast.get_docstring(node) or "Do").split()
             if first.strip(",.:;") in NO_VERB or not first[0].isalpha():

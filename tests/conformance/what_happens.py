@@ -85,10 +85,8 @@ def sigkill(depth):
         os.kill(day.chain[depth], signal.SIGKILL)
         ended = day.end(0 if depth == 0 else None)
         if depth == 0:
-            assert [attempt["outcome"] for attempt in ended.attempts] == [
-                "interrupted",
-                "completed",
-            ]
+            outcomes = [attempt["outcome"] for attempt in ended.attempts]
+            assert outcomes == ["interrupted", "completed"]
             assert "SIGKILL" in ended.attempts[0]["message"]
 
     return Event(event, ends_alone if depth == 0 else launches_through(depth))

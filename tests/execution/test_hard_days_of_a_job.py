@@ -28,10 +28,8 @@ def start(world, trainer):
     "signum",
     [
         signal.SIGHUP,
-        *(
-            pytest.param(number, marks=pytest.mark.slow)
-            for number in (signal.SIGUSR1, signal.SIGUSR2)
-        ),
+        pytest.param(signal.SIGUSR1, marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR2, marks=pytest.mark.slow),
     ],
 )
 def test_signals_to_all_processes_spare_the_last_checkpoint(world, signum):

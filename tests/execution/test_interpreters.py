@@ -213,10 +213,8 @@ def test_a_detached_helper_does_not_outlive_the_job(world, killed):
     "ended_by",
     [
         "stop",
-        *(
-            pytest.param(event, marks=pytest.mark.slow)
-            for event in ("stop by id", "the next launch")
-        ),
+        pytest.param("stop by id", marks=pytest.mark.slow),
+        pytest.param("the next launch", marks=pytest.mark.slow),
     ],
 )
 def test_leftovers_keep_their_gpu_until_they_end(world, machine_with, order, ended_by):

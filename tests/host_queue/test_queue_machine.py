@@ -243,9 +243,8 @@ class QueueMachine(RuleBasedStateMachine):
             seconds_left -= 1
             self.now += 1
             self.lost = dict.fromkeys(UUIDS, 0)
-            for member in [member for member in self.members if member.attempt or not member.polls][
-                :1
-            ]:
+            may_end = [member for member in self.members if member.attempt or not member.polls]
+            for member in may_end[:1]:
                 self.end_attempt(member)
                 if member.has_launcher:
                     member.queue.release()

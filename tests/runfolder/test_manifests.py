@@ -1,6 +1,6 @@
 """Which checkpoints count and which are removed.
 
-The only process that is started may not read a file.
+The tests run in this process, except for a fork of another user, who may not read a file.
 """
 
 import json
