@@ -49,7 +49,7 @@ from robust_train.attempt.reports import Reports  # noqa: E402
 from robust_train.children.interpreters import Interpreters, request_imports  # noqa: E402
 from robust_train.failures import classify_failure  # noqa: E402
 from robust_train.features.memory_samples.sampler import Sampler  # noqa: E402
-from robust_train.folder.checkpoints import write_atomically  # noqa: E402
+from robust_train.folder.checkpoint_writing import write_atomically  # noqa: E402
 from robust_train.gpu.cuda_order import started_driver  # noqa: E402
 from robust_train.gpu.inventory import close_session, read_inventory  # noqa: E402
 from robust_train.gpu.processes import find_holders  # noqa: E402
@@ -919,7 +919,9 @@ def probe_sampler() -> Checks:
     rows = []
     for _ in range(7):
         alone = milliseconds(work, 30)
-        sampler = Sampler(Path(tempfile.mkdtemp()), 1, "cuda:0", 0.01, lambda: 1, cost_share=1)
+        folder = Path(tempfile.mkdtemp())
+        often = {"interval_seconds": 0.01, "cost_share": 1}
+        sampler = Sampler(folder, 1, "cuda:0", lambda: 1, **often)
         sampler.start()
         rows.append(milliseconds(work, 30) / alone)
         sampler.stop()

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from robust_train.attempt.checkpoint_content import map_tensors
-from robust_train.folder.checkpoints import write_atomically
+from robust_train.folder.checkpoint_writing import write_atomically
 from robust_train.vision.sharding import shard, write_shards
 
 LAYERS = 16

@@ -13,7 +13,7 @@ from robust_train.config.keys import Group, schema
 from robust_train.features.retry_rules.model import RetryKeys
 from robust_train.model.errors import ConfigError
 from robust_train.model.spec import AttemptSpec, RetryRule
-from robust_train.policy.sizes import PolicySettings
+from robust_train.policy.settings import PolicySettings
 
 
 def of_training(**values):

@@ -4,16 +4,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from robust_train.policy.sizes import (
+from robust_train.policy.search import (
     MARGIN,
     MOST_PROBES,
     Limits,
     Probe,
     fits,
     largest_that_fits,
-    micro_batch_sizes,
     next_size,
 )
+from robust_train.policy.sizes import micro_batch_sizes
 from robust_train.readable import MIB
 
 # how good an answer is has rare exceptions, where a last probe is spent in vain

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import inspect
 import os
 import re
 import sys
@@ -14,6 +15,7 @@ import torch
 import failing_trainers
 from cuda_on_the_cpu import cuda_on_the_cpu
 from robust_train.cli.doctor import probe_here
+from robust_train.features.memory_samples.sampler import Sampler
 from robust_train.memory import in_use
 from robust_train.model.gpu import GpuInfo, GpuProcess, Inventory
 from robust_train.readable import GIB, MIB
@@ -459,3 +461,15 @@ def test_a_job_leaves_after_its_time_slice(h200, monkeypatch, cuda_machine_with)
     checks = list(gpu_check.probe_slices())
     assert [(check.what, check.seen) for check in checks if not check.passed] == []
     assert len(checks) == 4
+
+
+def test_the_check_of_samples_passes_a_step(monkeypatch):
+    """The sampler calls it for each sample."""
+    sampler = mock.create_autospec(Sampler)
+    monkeypatch.setattr(gpu_check, "Sampler", sampler)
+    monkeypatch.setattr(gpu_check, "milliseconds", lambda work, repeats: 1.0)
+    monkeypatch.setattr(torch, "randn", mock.Mock())
+    assert len(list(gpu_check.probe_sampler())) == 1
+    call = sampler.call_args
+    given = inspect.signature(Sampler).bind(*call.args, **call.kwargs)
+    assert callable(given.arguments["read_step"])

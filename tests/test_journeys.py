@@ -288,7 +288,7 @@ JOURNEYS = [
         "others took it: where there is room",
         [left(0, 20), free(1, 30), free(0, 14)],
         after(oom(taken=6)).expect(
-            "switch_gpu", 64, 1, device="cuda:1", reason="others took 6144 MiB"
+            "switch_gpu", 64, 1, device="cuda:1", reason="other processes took 6144 MiB"
         ),
     ),
     journey(
@@ -547,7 +547,7 @@ JOURNEYS = [
         after(fault(step=40)).expect("retry", 64, 1, device="cuda:0"),
         after(fault(step=40)).expect("switch_gpu", device="cuda:1"),
         after(fault(step=40)).expect(
-            "give_up", reason="on two devices (cuda:0 and cuda:1) is not the device's"
+            "give_up", reason="on two devices (cuda:0 and cuda:1), so no device is to blame"
         ),
     ),
     journey(

@@ -10,7 +10,7 @@ from robust_train.config.checks import checked
 from robust_train.config.composition import complete
 from robust_train.config.projects import their_keys
 from robust_train.model.errors import ConfigError
-from robust_train.policy.sizes import PolicySettings
+from robust_train.policy.settings import PolicySettings
 
 
 def project(text):

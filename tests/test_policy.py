@@ -13,9 +13,10 @@ from robust_train.features.retry_rules.model import RetryKeys
 from robust_train.host import search
 from robust_train.model.failure import MEMORY_FAILURES, Clue, Evidence, Failure, FailureKind
 from robust_train.model.spec import GiveUp, Retry, RetryRule
-from robust_train.policy.context import FailureContext, Offers, excluded_after
-from robust_train.policy.decide import first_attempt, on_gpus
-from robust_train.policy.sizes import sizes
+from robust_train.policy.context import FailureContext, Offers
+from robust_train.policy.decide import first_attempt, place_on_gpus
+from robust_train.policy.gpus import gpus_to_exclude
+from robust_train.policy.settings import list_sizes
 from robust_train.readable import GIB
 
 figures = st.integers(0, 80 * GIB)
@@ -168,11 +169,11 @@ def test_no_size_beyond_memory_is_tried_twice(settings, gpus, kinds):
 def test_the_effective_batch_is_exact_with_divisors(settings):
     """There is a divisor within the range."""
     effective, least = settings.asked.effective_batch_size, settings.min_batch_size
-    for batch in list(sizes(settings)):
+    for batch in list_sizes(settings):
         if batch == least:
             continue
         smaller = settings.next_smaller(batch)
-        accumulation = settings.resized(settings.asked, smaller).gradient_accumulation_steps
+        accumulation = settings.resize(settings.asked, smaller).gradient_accumulation_steps
         in_range = range(least, max(batch // 2, least) + 1)
         assert smaller in in_range
         if any(effective % candidate == 0 for candidate in in_range):
@@ -209,10 +210,10 @@ def test_fewer_gpus_keep_the_effective_batch(batch_size, accumulation, ranks, fe
     assert list(counts) == sorted(counts, reverse=True)
     for count in counts:
         assert keys["min_num_gpus"] <= count < ranks
-        fewer = on_gpus(settings, (), Retry(spec, "wait", ""), spec.gpus[:count]).spec
+        fewer = place_on_gpus(settings, (), Retry(spec, "wait", ""), spec.gpus[:count]).spec
         assert (fewer.ranks, len(fewer.gpus)) == (count, count)
         again = [fewer] + [
-            on_gpus(settings, (), Retry(fewer, "wait", ""), spec.gpus[:left]).spec
+            place_on_gpus(settings, (), Retry(fewer, "wait", ""), spec.gpus[:left]).spec
             for left in settings.fewer_ranks(count)
         ]
         for smaller in again:
@@ -229,8 +230,8 @@ def test_fewer_gpus_take_no_batch_that_failed(accumulates, size):
     settings = policy(30, num_gpus=2, min_num_gpus=1)
     requested = replace(settings.asked, accumulates=accumulates)
     settings = replace(settings, asked=requested)
-    spec = settings.resized(first_attempt(settings, (gpu(0, 40), gpu(1, 40))), 7)
-    fewer = on_gpus(settings, (), Retry(spec, "fewer_gpus", ""), spec.gpus[:1]).spec
+    spec = settings.resize(first_attempt(settings, (gpu(0, 40), gpu(1, 40))), 7)
+    fewer = place_on_gpus(settings, (), Retry(spec, "fewer_gpus", ""), spec.gpus[:1]).spec
     assert fewer.batch_size == size
 
 
@@ -238,7 +239,9 @@ def test_a_reduced_group_waits_for_its_size():
     """It has lost a GPU before and waits for as many as it has."""
     settings = policy(24, num_gpus=4, min_num_gpus=2)
     group = tuple(gpu(index, 40) for index in range(4))
-    three = on_gpus(settings, (), Retry(first_attempt(settings, group), "wait", ""), group[:3]).spec
+    three = place_on_gpus(
+        settings, (), Retry(first_attempt(settings, group), "wait", ""), group[:3]
+    ).spec
     again = failed(three, FailureKind.DEVICE_FAULT, Evidence(clue=Clue.HARDWARE), rank=2)
     assert decided(settings, (again,), group[:3], (gpu(4, 40),)).room.counts == (3,)
     assert decided(settings, (again,), group[:3]).room.counts == (2,)
@@ -285,13 +288,13 @@ def test_the_host_excludes_by_the_same_evidence():
     second = gpu(1, 1)
     hardware = Evidence(clue=Clue.HARDWARE)
     ecc = Failure(FailureKind.DEVICE_FAULT, "uncorrectable ECC error", hardware)
-    assert excluded_after(ecc, (first,), {"GPU-0"}) == {"GPU-0": "uncorrectable ECC error"}
+    assert gpus_to_exclude(ecc, (first,), {"GPU-0"}) == {"GPU-0": "uncorrectable ECC error"}
     # which of the two is not known
-    assert excluded_after(ecc, (first, second), {"GPU-0", "GPU-1"}) == {}
+    assert gpus_to_exclude(ecc, (first, second), {"GPU-0", "GPU-1"}) == {}
     address = replace(ecc, evidence=Evidence())
-    assert excluded_after(address, (first,), {"GPU-0"}) == {}
-    assert set(excluded_after(address, (first, second), {"GPU-0"})) == {"GPU-1"}
-    assert excluded_after(replace(ecc, kind=FailureKind.DEVICE_OOM), (first,), ()) == {}
+    assert gpus_to_exclude(address, (first,), {"GPU-0"}) == {}
+    assert set(gpus_to_exclude(address, (first, second), {"GPU-0"})) == {"GPU-1"}
+    assert gpus_to_exclude(replace(ecc, kind=FailureKind.DEVICE_OOM), (first,), ()) == {}
 
 
 # --- how a pattern of `retry.rules` is searched ---

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from robust_train.cli.train import hydra_main
     from robust_train.entry import launch
     from robust_train.failures import classify_failure
-    from robust_train.folder.checkpoints import CheckpointError, save_checkpoint
+    from robust_train.folder.checkpoint_writing import CheckpointError, save_checkpoint
     from robust_train.folder.state import Summary
     from robust_train.gpu.select import find_best_device
     from robust_train.memory.clearing import (
@@ -104,7 +104,7 @@ _NAMES = {
     "step.split_check": "SplitCheck",
     "step.split_checker": "check_split",
     "attempt.run": "Run",
-    "folder.checkpoints": "CheckpointError save_checkpoint",
+    "folder.checkpoint_writing": "CheckpointError save_checkpoint",
     "folder.state": "Summary",
     "attempt.script.script_run": "ScriptRun current_run",
     "model.failure": "Evidence Failure FailureKind",

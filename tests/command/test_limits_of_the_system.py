@@ -47,7 +47,7 @@ def test_a_lack_of_threads_costs_no_job(tmp_path):
 
     def fill():
         resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
-        assert Provenance(tmp_path, (), {}).short() is None
+        assert Provenance(tmp_path, (), {}).read_summary() is None
         with pytest.raises(RuntimeError) as refused:
             ask(os.getpid, 1.0)
         assert "ulimit -u is 1)" in str(find_limit_error(refused.value))

@@ -313,7 +313,7 @@ def test_messages_use_the_projects_own_keys(world, foreign):
     folder = foreign / "out/train"
     (*_, last) = json.loads((folder / "summary.json").read_text())["attempts"]
     assert "smaller data.batch_size" in last["failure"]["advice"][0]
-    assert "more trainer.accumulate_grad_batches" in last["failure"]["advice"][1]
+    assert "raise trainer.accumulate_grad_batches" in last["failure"]["advice"][1]
     log = (folder / "train.log").read_text()
     for text in (*last["failure"]["advice"], last["reason"], ended.stdout, ended.stderr, log):
         assert keys_at_the_root(text) == []
@@ -436,7 +436,7 @@ def test_inline_jobs_stay_in_their_sweep(world):
     (world.folder / "conf/mine.yaml").write_text("lr: 2")
     again = _run(world, world.folder, *words, code=0)
     assert again.output.count("its config has changed since: conf/mine.yaml") == 2
-    changed = "this launch runs today's config; changed since the last launch: conf/mine.yaml"
+    changed = "this launch uses the current config; changed since the last launch: conf/mine.yaml"
     assert again.output.count(changed) == 1
 
 

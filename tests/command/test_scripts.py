@@ -166,7 +166,7 @@ def test_a_refused_checkpoint_is_named_with_help(scripts):
     file = scripts.folder / "1.pt"
     assert f"ended with exit code 1: torch.load takes weights only, and {file}" in ended.stdout
     assert "weights_only=False" in ended.summary["reason"]
-    assert "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 where a library" in ended.summary["reason"]
+    assert "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 if a library" in ended.summary["reason"]
 
 
 TELLS = """
@@ -619,7 +619,10 @@ def test_train_py_runs_a_script_once(scripts):
     [
         ([], ["trainer.argv", "must be given"]),
         (["trainer.argv=python"], ["trainer.argv", "must be a list"]),
-        (["trainer.argv=[ls]", "isolation=none"], ["isolation=none", "process of its own"]),
+        (
+            ["trainer.argv=[ls]", "isolation=none"],
+            ["isolation=none", "always runs in a separate process"],
+        ),
         (["trainer.argv=[]"], ["trainer.argv", "must name a program"]),
         (["trainer.argv=[no_such_program]"], ["'no_such_program'", "PATH"]),
         (["trainer.argv=[./no_such_file]"], ["./no_such_file: no such file in "]),

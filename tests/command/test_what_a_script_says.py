@@ -25,7 +25,7 @@ from robust_train.attempt.script.rendezvous import rendezvous_environment
 from robust_train.attempt.script.script_run import ScriptRun, line_writer
 from robust_train.config.placeholders import ScriptValues, decimal, literal, placeholders_in
 from robust_train.config.schema import RobustConfig
-from robust_train.folder.checkpoints import is_whole
+from robust_train.folder.checkpoint_files import is_whole
 from robust_train.host.linux import release_blocks
 from robust_train.launcher.script_output import classify_script_exit, quote_output_end
 from robust_train.model.events import (

@@ -284,7 +284,7 @@ def test_a_checkpoint_without_a_step_has_the_latest():
 
 def test_a_script_may_report_any_single_memory_figure():
     attempt = Attempt(1, AttemptSpec((), 8, 1)).after(MemoryReported("mine", max_allocated=2**30))
-    assert "Max Allocated: 1.00 GB" in gpu_memory_summary(attempt)
+    assert "Max Allocated: 1.00 GiB" in gpu_memory_summary(attempt)
 
 
 def test_dropped_output_is_reported_later(screen):

@@ -166,7 +166,8 @@ def test_lines_are_shown_unless_the_program_logs(tmp_path):
 
 def test_later_ranks_show_only_their_marked_warnings(tmp_path):
     """The first rank shows all of its lines."""
-    begin = "from robust_train.host.loggers import show_only_warnings_of_rank\nspeak_as_rank(1)\n"
+    name = "show_only_warnings_of_rank"
+    begin = f"from robust_train.host.loggers import {name}\n{name}(1)\n"
     for setup in ("logging.config.dictConfig(CONSOLE)", "logging.basicConfig(level='INFO')"):
         ended = run(tmp_path, begin + setup + LINES)
         assert ended.stderr.count("[rank 1] a warning") == 1, setup

@@ -9,7 +9,7 @@ import traceback
 import pytest
 
 from robust_train.failures import classify_exit, classify_failure
-from robust_train.failures.exits import last_shortage_in
+from robust_train.failures.memory_messages import find_last_shortage
 from robust_train.launcher.script_output import find_doubt
 from robust_train.model import errors
 from robust_train.model.attempt import Attempt
@@ -71,8 +71,8 @@ def test_an_end_that_shows_nothing_says_so():
     assert classify_exit(1, TABLE).message == message
     assert classify_exit(1, "").message == "ended with exit code 1"
     # what is far above the end of the output, which is short, is looked up in the log
-    assert WORDS in last_shortage_in(f"{LOGGED['a warning']}{TABLE * 40}")
-    assert last_shortage_in(f"{LOGGED['a warning']}{STEPS}{TABLE * 40}") == ""
+    assert WORDS in find_last_shortage(f"{LOGGED['a warning']}{TABLE * 40}")
+    assert find_last_shortage(f"{LOGGED['a warning']}{STEPS}{TABLE * 40}") == ""
 
 
 ENDLESS = {
@@ -88,22 +88,22 @@ def test_a_long_log_is_searched_linearly(printed):
     def work(count):
         log = printed(count)
         began = time.process_time()
-        assert last_shortage_in(log) == ""
+        assert find_last_shortage(log) == ""
         return time.process_time() - began
 
-    last_shortage_in(printed(100))
+    find_last_shortage(printed(100))
     assert work(16_000) < 8 * work(4_000) + 0.05
 
 
 def test_a_hundred_messages_are_looked_at(monkeypatch):
     """However often a loader has printed that it failed to read a file."""
     looked_at = []
-    monkeypatch.setattr("robust_train.failures.exits.match", looked_at.append)
+    monkeypatch.setattr("robust_train.failures.memory_messages.find_match", looked_at.append)
 
     def work(lines):
         looked_at.clear()
         unread = (f"WARNING: failed to read image {number}.jpg\n" for number in range(lines))
-        last_shortage_in("".join(unread))
+        find_last_shortage("".join(unread))
         return len(looked_at)
 
     assert 0 < work(50) < work(150) == work(600)
@@ -111,7 +111,7 @@ def test_a_hundred_messages_are_looked_at(monkeypatch):
 
 def test_a_shortage_is_found_around_endless_lines():
     noise = "a.b." * 10_000
-    assert WORDS in last_shortage_in(f"{noise}\n{WORDS}\n{noise}\n")
+    assert WORDS in find_last_shortage(f"{noise}\n{WORDS}\n{noise}\n")
 
 
 def boxed(text, width, title="", frame="│╭╮╰╯─"):

@@ -210,8 +210,8 @@ CROWDED = (
             "GPU",
         ),
         (MESSAGES["1.00 GiB unused of 1 GiB"][0], ["memory.expandable_segments"], "pin less"),
-        (CROWDED, ["who else holds memory"], "pin less"),
-        (OWN_LIMIT, ["memory.fraction"], "who else"),
+        (CROWDED, ["which other processes"], "pin less"),
+        (OWN_LIMIT, ["memory.fraction"], "other processes"),
         (
             "failed to alloc 34359738368 bytes on host: CUDA_ERROR_OUT_OF_MEMORY",
             ["pin less"],
@@ -223,7 +223,7 @@ CROWDED = (
             "GPU",
         ),
         ("CUDA error: uncorrectable ECC error encountered", [], "CUDA_LAUNCH_BLOCKING"),
-        ("CUDA error: misaligned address", ["CUDA_LAUNCH_BLOCKING"], "who else"),
+        ("CUDA error: misaligned address", ["CUDA_LAUNCH_BLOCKING"], "other processes"),
         # a bug, and an interruption
         ("no such key", [], ""),
         ("received SIGTERM", [], ""),

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from failures.messages import CASES
 from robust_train.failures import classify_exit, classify_failure
 from robust_train.failures.error_reports import PROGRAMMING_ERRORS
-from robust_train.failures.patterns import named
+from robust_train.failures.patterns import find_pattern
 from robust_train.model.failure import FailureKind
 
-KERNEL_OOM = named("KERNEL_OOM")
+KERNEL_OOM = find_pattern("KERNEL_OOM")
 
 # of the classes of Python itself, those that a text can make
 EXCEPTIONS = [

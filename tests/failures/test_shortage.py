@@ -202,7 +202,7 @@ def test_attempts_end_by_host_memory_in_two_cases():
     assert with_shortage(bug("no such file"), [ran_out]) == bug("no such file")
     after = with_shortage(bug(message), [ran_out])
     assert after.kind is FailureKind.HOST_OOM
-    assert "an attempt before it ran out of host memory" in str(after.message)
+    assert "an earlier attempt ran out of host memory" in str(after.message)
     with room_of(256 * MIB):
         limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
         full = with_shortage(bug(message, max_resident_bytes=limit * 3 // 4), [])

@@ -165,7 +165,7 @@ def test_slices_replace_their_gpu(machine_with):
     assert (first["total_bytes"], second["free_bytes"]) == (19968 * MIB, 100 * MIB)
     assert first["parent_uuid"] == second["parent_uuid"] == machine.uuid(1)
     assert first["unusable"] == "compute mode is prohibited"  # the mode is that of the whole GPU
-    assert "no slice has been made" in inventory["skipped"][0]["reason"]
+    assert "no slice exists" in inventory["skipped"][0]["reason"]
 
 
 def test_impossible_figures_cost_no_gpu(machine_with):

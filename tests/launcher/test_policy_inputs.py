@@ -11,7 +11,7 @@ from robust_train.launcher.plan import find_values_used, make_policy_settings
 from robust_train.model.failure import FailureKind
 from robust_train.model.gpu import GpuInfo
 from robust_train.policy.decide import first_attempt, first_decision
-from robust_train.policy.sizes import size_to_begin_with
+from robust_train.policy.first_size import choose_first_size
 from robust_train.readable import GIB
 
 GPU = GpuInfo("GPU-1", "NVIDIA H200", 0, "0:1", 140 * GIB, 139 * GIB, GIB)
@@ -27,7 +27,7 @@ def policy(**cfg):
 def after(settings, spec, *kinds):
     """The size on this device after failures of these kinds on the first."""
     history = tuple(failed(first_attempt(settings, (GPU,)), kind) for kind in kinds)
-    return size_to_begin_with(settings, history, spec)
+    return choose_first_size(settings, history, spec)
 
 
 @pytest.mark.parametrize(

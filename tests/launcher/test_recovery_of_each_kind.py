@@ -105,7 +105,7 @@ def test_memory_taken_by_others_is_waited_for(world, script, cuda_machine_with):
     ended = world.end(process, code=0)
     assert actions(ended) == ["wait", "none"]
     assert [attempt["batch_size"] for attempt in ended.attempts] == [64, 64]
-    assert "others took 8000 MiB" in ended.attempts[0]["reason"]
+    assert "other processes took 8000 MiB" in ended.attempts[0]["reason"]
 
 
 def test_no_size_is_repeated_when_splitting_fails(world):

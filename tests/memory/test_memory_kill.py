@@ -227,11 +227,11 @@ def test_nobody_but_the_permitted_is_ever_chosen(listed, named, uid, ancestors):
 def test_containers_mean_processes_that_use_cuda(monkeypatch, tmp_path):
     """The numbers that NVML lists there may be those of the host."""
     monkeypatch.setattr(processes, "sees_host_pids", lambda: False)
-    assert not processes.is_meant(os.getpid())
+    assert not processes.has_this_number_here(os.getpid())
     library = tmp_path / "libcuda.so.1"
     library.write_bytes(bytes(4096))
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
-        assert processes.is_meant(os.getpid())
+        assert processes.has_this_number_here(os.getpid())
 
 
 def test_containers_know_cuda_processes_by_library(monkeypatch):
@@ -242,6 +242,6 @@ def test_containers_know_cuda_processes_by_library(monkeypatch):
     listed, others = list_cuda_processes(inventory)
     assert not listed
     assert "outside of this container" in others[os.getpid()]
-    monkeypatch.setattr(processes, "has_cuda_library", lambda pid: True)
+    monkeypatch.setattr(processes, "has_library", lambda pid, name: True)
     (process,), _ = list_cuda_processes(inventory)
     assert (process.uid, process.used_bytes) == (os.getuid(), 5)

@@ -8,7 +8,11 @@ import pytest
 
 import robust_train as memory
 from fake_torch import OWN, PRIVATE
-from robust_train.gpu.processes import footprint, learn_context_bytes, learned_context_bytes
+from robust_train.gpu.footprint import (
+    estimate_footprint,
+    learn_context_bytes,
+    learned_context_bytes,
+)
 from robust_train.memory import in_use
 from robust_train.memory.clearing import return_memory
 from robust_train.memory.cuda import busiest_gpu
@@ -121,14 +125,14 @@ def test_a_context_is_measured_as_nvml_shows_it(use, monkeypatch):
 
 def test_a_context_is_learned_by_model(tmp_path):
     assert learned_context_bytes("A GPU") == 0
-    before = footprint(GIB, "A GPU")
+    before = estimate_footprint(GIB, "A GPU")
     for measured in (600 * MIB, 550 * MIB, 99 * GIB):
         learn_context_bytes("A GPU", {"context_bytes": measured})
     assert learned_context_bytes("A GPU") == 600 * MIB
-    assert footprint(GIB, "A GPU") == before + 88 * MIB
+    assert estimate_footprint(GIB, "A GPU") == before + 88 * MIB
     for damaged in ("[", '{"A GPU": Infinity}'):
         (tmp_path / "cache/robust-train/contexts.json").write_text(damaged)
-        assert footprint(GIB, "A GPU") == before, damaged
+        assert estimate_footprint(GIB, "A GPU") == before, damaged
 
 
 def test_unlisted_processes_bound_a_contexts_size(use, monkeypatch):

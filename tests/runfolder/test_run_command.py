@@ -132,7 +132,7 @@ def test_halving_takes_effect_at_the_next_step(host, isolation):
         "status shows it, which is at most once a second",
     )
     line = host.refused("halve-batch")
-    assert "the micro-batch is 16 already, and min_batch_size=16" in line
+    assert "the micro-batch is already 16, and min_batch_size=16" in line
     ended = host.let_end(process)
     changes = [e for e in ended.journal if e["event"] == "micro_batch_changed"]
     assert [(e["before"], e["after"]) for e in changes] == [(64, 32), (32, 16)]

@@ -13,14 +13,9 @@ from disks import fill, small_disk
 from robust_train.attempt import ending, last_save
 from robust_train.attempt.run import Run, live_of
 from robust_train.features.disk.launcher import Disk
-from robust_train.folder.checkpoints import (
-    CheckpointError,
-    Manifest,
-    read_manifests,
-    record_checkpoint,
-    why_full,
-    write_atomically,
-)
+from robust_train.folder.checkpoint_writing import CheckpointError, write_atomically
+from robust_train.folder.checkpoints import Manifest, read_manifests, record_checkpoint
+from robust_train.folder.full_disk import why_full
 from robust_train.folder.identity import begin_job, wait_until_readable
 from robust_train.model.errors import ConfigError, RunFolderUnavailableError, TrainingStopped
 from robust_train.model.events import CheckpointFailed, CheckpointSaved
@@ -178,7 +173,7 @@ def test_training_without_any_checkpoint_is_not_repeated(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("checkpoint", "what_follows"),
     [
-        (None, "training begins again, for no checkpoint is known"),
+        (None, "training starts from the beginning, because no checkpoint is known"),
         (Path("step-5"), "training continues"),
     ],
 )

@@ -13,7 +13,7 @@ from robust_train.config.composition import complete
 from robust_train.config.keys import schema
 from robust_train.config.schema import RobustConfig, TrainerConfig, TrainingConfig
 from robust_train.config.trainers import TrainerRef
-from robust_train.features.retry_rules.model import RetryKeys, decided_by_rule, with_rule
+from robust_train.features.retry_rules.model import RetryKeys, decide_by_rule, with_rule
 from robust_train.model.attempt import Attempt
 from robust_train.model.events import Failed, ScriptEnded
 from robust_train.model.exit import Exit
@@ -23,7 +23,7 @@ from robust_train.model.parts import parts_like
 from robust_train.model.spec import AttemptSpec, Decision
 from robust_train.policy.context import Offers
 from robust_train.policy.decide import decide
-from robust_train.policy.sizes import PolicySettings
+from robust_train.policy.settings import PolicySettings
 from robust_train.readable import GIB
 
 
@@ -154,7 +154,7 @@ def decided(settings, history, gpus=(), held=()) -> Decision:
     earlier: tuple[Attempt, ...] = ()
     for attempt in history:
         earlier += (with_rule(settings, earlier, attempt),)
-    ruled = decided_by_rule(settings, earlier)
+    ruled = decide_by_rule(settings, earlier)
     return ruled or decide(settings, load_remedies(), earlier, Offers(gpus, held))
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from robust_train.attempt.run import live_of
-from robust_train.folder.checkpoints import mark, save_checkpoint
+from robust_train.folder.checkpoint_writing import save_checkpoint
+from robust_train.folder.checkpoints import mark
 from robust_train.model.errors import TrainingDiverged
 
 STEPS = 40

@@ -185,7 +185,11 @@ class Starter:
         is_owner = self._twin is None or os.getpid() == self._owner
         if not is_owner or (kind == "interpreter" and _of_importance(environ) != read_before):
             return subprocess.Popen(args, **options)
-        words = args[5:] if kind == "reaper" else args[2:3]
+        if kind == "reaper":
+            words = args[5:]
+        else:
+            # Options such as -B, for PYTHONDONTWRITEBYTECODE, stand before the program.
+            words = args[-2:-1]
         request = {"is": kind, "argv": words, "environ": environ, "cwd": os.getcwd()}
 
         def fork(*streams: int) -> int:

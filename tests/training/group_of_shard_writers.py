@@ -24,7 +24,8 @@ from robust_train.attempt import host_copies
 from robust_train.attempt.checkpoint_content import map_tensors
 from robust_train.attempt.read_checkpoint import read_newest
 from robust_train.attempt.run import Run, live_of
-from robust_train.folder.checkpoints import CheckpointError, newest_checkpoint, of_job
+from robust_train.folder.checkpoint_writing import CheckpointError
+from robust_train.folder.checkpoints import newest_checkpoint, of_job
 from robust_train.model.errors import RankFailure
 from robust_train.step.ranks import of_all_ranks
 from robust_train.vision.sharding import create_folder_writer, create_shard_loader, shard

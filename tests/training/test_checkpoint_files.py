@@ -11,12 +11,8 @@ from robust_train.attempt.host_copies import HostCopies
 from robust_train.attempt.read_checkpoint import read_newest
 from robust_train.attempt.run import Run, live_of
 from robust_train.folder import identity
-from robust_train.folder.checkpoints import (
-    CheckpointError,
-    newest_checkpoint,
-    of_job,
-    write_atomically,
-)
+from robust_train.folder.checkpoint_writing import CheckpointError, write_atomically
+from robust_train.folder.checkpoints import newest_checkpoint, of_job
 from robust_train.folder.identity import begin_job
 
 

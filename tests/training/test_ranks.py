@@ -71,7 +71,7 @@ def test_ranks_that_would_resume_different_checkpoints_say_so(group):
     """As on nodes whose disks differ: each would train another step's samples."""
     for line in group["other disk"]:
         assert "different checkpoints" in line
-        assert "one folder that all nodes see" in line
+        assert "all nodes must share one folder" in line
 
 
 def test_a_replaced_wrapper_is_looked_up_again(monkeypatch):

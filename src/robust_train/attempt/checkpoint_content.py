@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from robust_train.compat import keep_versions, tree_map_with_path
-from robust_train.folder.checkpoints import Content
+from robust_train.folder.checkpoint_writing import Content
 from robust_train.model.errors import UserError
 
 STEP = "step"

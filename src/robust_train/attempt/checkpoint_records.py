@@ -20,19 +20,17 @@ from pathlib import Path
 from robust_train.attempt.cadence import LARGEST_SHARE, SaveClock
 from robust_train.attempt.data_position import Batches
 from robust_train.config.placeholders import SavePlan
+from robust_train.folder.checkpoint_files import content_of, damage_in, size_of
+from robust_train.folder.checkpoint_writing import CheckpointError
 from robust_train.folder.checkpoints import (
     START,
-    CheckpointError,
     Manifest,
     Position,
-    content_of,
-    damage_in,
     mark,
     newest_checkpoint,
     of_job,
     record_checkpoint,
     rotate,
-    size_of,
     spoil,
 )
 from robust_train.folder.identity import is_of_job, read_identity, wait_until_readable

@@ -29,15 +29,10 @@ from robust_train.attempt.host_copies import HostCopies
 from robust_train.attempt.read_checkpoint import VALUES
 from robust_train.compat import redirect_savers
 from robust_train.folder.best import Best, keep_if_best
-from robust_train.folder.checkpoints import (
-    SUFFIX,
-    CheckpointError,
-    Content,
-    Position,
-    sync_all,
-    why_full,
-    write_atomically,
-)
+from robust_train.folder.checkpoint_files import sync_all
+from robust_train.folder.checkpoint_writing import CheckpointError, Content, write_atomically
+from robust_train.folder.checkpoints import SUFFIX, Position
+from robust_train.folder.full_disk import why_full
 from robust_train.readable import first_line
 from robust_train.step.ranks import of_all_ranks
 

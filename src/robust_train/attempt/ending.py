@@ -17,7 +17,7 @@ from types import TracebackType
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from robust_train.failures import classify_failure
-from robust_train.folder.checkpoints import CheckpointError
+from robust_train.folder.checkpoint_writing import CheckpointError
 from robust_train.model.errors import (
     ConfigError,
     RankFailure,

@@ -19,7 +19,7 @@ from torch import Tensor
 from robust_train.attempt.arena import Arena
 from robust_train.attempt.checkpoint_content import map_tensors
 from robust_train.failures import classify_failure
-from robust_train.folder.checkpoints import Content
+from robust_train.folder.checkpoint_writing import Content
 from robust_train.host.memory import read_host_memory
 
 LARGEST_COPY = 0.5

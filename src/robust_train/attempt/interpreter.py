@@ -33,7 +33,7 @@ from robust_train.compat import run_exit_handlers
 from robust_train.config.attempt import AttemptRequest, Begin, Preparation
 from robust_train.config.trainers import MAIN_MODULE
 from robust_train.config.words import Words
-from robust_train.failures.shortage import no_room_to_import
+from robust_train.failures.shortage import explain_failed_import
 from robust_train.gpu.cuda_order import started_driver
 from robust_train.host import linux, signals
 from robust_train.host.job_logging import adopt_hydra
@@ -175,7 +175,7 @@ def _import_quietly(name: str) -> None:
     try:
         importlib.import_module(name)
     except Exception as error:
-        problem = no_room_to_import(name, error)
+        problem = explain_failed_import(name, error)
         if problem is not None:
             raise ConfigError(problem) from error
 

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from robust_train.failures import classify_failure
-from robust_train.folder.checkpoints import CheckpointError, why_full
+from robust_train.folder.checkpoint_writing import CheckpointError
+from robust_train.folder.full_disk import why_full
 from robust_train.host.linux import sleep_with_ticks
 from robust_train.model.errors import TrainingStopped
 from robust_train.model.events import CheckpointFailed

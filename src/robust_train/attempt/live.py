@@ -23,7 +23,8 @@ from robust_train.attempt.saves import Saves
 from robust_train.attempt.speed import SpeedMeter
 from robust_train.attempt.stops import Stops
 from robust_train.config.placeholders import MicroBatchPlan, SavePlan, SplitRule
-from robust_train.folder.checkpoints import CheckpointError, Content, Position
+from robust_train.folder.checkpoint_writing import CheckpointError, Content
+from robust_train.folder.checkpoints import Position
 from robust_train.host.votes import Flags, OneRank
 from robust_train.model.errors import TrainingStopped
 from robust_train.model.events import CheckpointFailed, CheckpointSaved, SpeedMeasured

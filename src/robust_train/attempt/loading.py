@@ -31,7 +31,7 @@ from robust_train.config.trainers import (
     own_signature,
     signature_of,
 )
-from robust_train.failures.shortage import no_room_to_import
+from robust_train.failures.shortage import explain_failed_import
 from robust_train.model.errors import ConfigError
 from robust_train.readable import named_line
 
@@ -188,7 +188,7 @@ def _import_error(ref: TrainerRef, error: Exception) -> ConfigError:
     """Return an error of one line for an exception that importing the trainer raised."""
     if isinstance(error, ConfigError):
         return error
-    no_room = no_room_to_import(ref.path, error)
+    no_room = explain_failed_import(ref.path, error)
     if no_room is not None and ref.is_ours:
         return ConfigError(no_room)
     if isinstance(error, SyntaxError):

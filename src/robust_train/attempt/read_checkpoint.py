@@ -22,14 +22,9 @@ from robust_train.attempt.checkpoint_content import TensorChange, map_tensors
 from robust_train.attempt.checkpoint_errors import RefusedError, UnusableError, run_on_all_ranks
 from robust_train.compat import load_shards
 from robust_train.failures import classify_failure
-from robust_train.folder.checkpoints import (
-    USELESS,
-    Content,
-    damage_in,
-    is_readable,
-    read_manifests,
-    size_of,
-)
+from robust_train.folder.checkpoint_files import damage_in, is_readable, size_of
+from robust_train.folder.checkpoint_writing import Content
+from robust_train.folder.checkpoints import USELESS, read_manifests
 from robust_train.folder.identity import wait_until_readable
 from robust_train.model.errors import UserError
 from robust_train.readable import first_line

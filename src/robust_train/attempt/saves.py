@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from robust_train.attempt.checkpoint_records import CheckpointRecords
 from robust_train.attempt.data_position import BatchFacts
 from robust_train.attempt.reports import Reports
-from robust_train.folder.checkpoints import CheckpointError, Content, Manifest, Position
+from robust_train.folder.checkpoint_writing import CheckpointError, Content
+from robust_train.folder.checkpoints import Manifest, Position
 
 if TYPE_CHECKING:
     from robust_train.attempt.checkpoints import CheckpointFolder

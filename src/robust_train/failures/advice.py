@@ -1,10 +1,12 @@
-"""Advice on a failure, in the order in which to try it. The launcher adds it to an attempt's
-record. Pure."""
+"""Advice on a failure, for people, in the order in which to try it.
+
+The launcher calls `with_advice` after each failed attempt. `advice_for` selects sentences by the
+kind of the failure and its clue, and `with_advice` then adapts them to the trainer: a script has no
+key ``training.batch_size``, for example. Everything but `describe_cuda_versions` is pure.
+"""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable
 from dataclasses import replace
 
 from robust_train.compat import torch_cuda_version
@@ -15,27 +17,27 @@ from robust_train.model.failure import Clue, Evidence, FailureKind
 
 _SMALLER_BATCH = (
     "use a smaller training.batch_size: activations take memory for each sample",
-    "use more training.gradient_accumulation_steps with it: the effective batch stays the same",
+    "raise training.gradient_accumulation_steps to match: the effective batch stays the same",
 )
 _DEFRAGMENT = (
-    "set memory.expandable_segments=true: the allocator holds enough memory, in pieces too small"
+    "set memory.expandable_segments=true: the allocator holds enough memory, but in small pieces"
 )
 _RAISE_LIMIT = (
-    "set a larger memory.fraction: the GPU had room, but this job's own limit was reached"
+    "set a larger memory.fraction: the GPU had free memory, but this job reached its own limit"
 )
 _LEAVE_ROOM = (
-    "set a smaller memory.fraction: CUDA's libraries and NCCL need memory beside torch's cache"
+    "set a smaller memory.fraction: CUDA's libraries and NCCL need memory outside of torch's cache"
 )
-_OTHERS = "see with nvidia-smi who else holds memory of this GPU, or use another"
-_PIN_LESS = "pin less: it is bounded by the host's memory and by ulimit -l"
+_OTHERS = "check with nvidia-smi which other processes hold memory of this GPU, or use another GPU"
+_PIN_LESS = "pin less memory: the host's memory and ulimit -l limit it"
 _OF_THE_MODEL = (
     "set training.mixed_precision=true: activations take about half the memory",
     "set training.gradient_checkpointing=true: less memory for about a third more time",
-    "try a smaller model.lora_r where the model is trained with LoRA",
+    "try a smaller model.lora_r if the model is trained with LoRA",
 )
-_FEWER_WORKERS = "use fewer training.num_workers: each is a process with memory of its own"
-_NO_WORKERS = "use fewer training.num_workers, 0 to load in the training process"
-_LESS_AHEAD = "use a smaller training.prefetch_factor: fewer batches wait in memory"
+_FEWER_WORKERS = "use fewer training.num_workers: each worker is a process with its own memory"
+_NO_WORKERS = "use fewer training.num_workers, or 0 to load data in the training process"
+_LESS_AHEAD = "use a smaller training.prefetch_factor: then fewer batches wait in memory"
 _MORE_MEMORY = (
     "give the job more memory (the container's or the scheduler's limit counts, not the machine's)"
 )
@@ -43,24 +45,24 @@ _MORE_SHARED_MEMORY = (
     "give the container more shared memory (docker run --shm-size=8g, or --ipc=host)"
 )
 _ON_THE_CPU = "or train on the CPU: device=cpu"
-_THE_DEVICE_GIVEN = (
-    "let the trainer use the device that it is given (cfg.device): it has no GPU here"
-)
+_THE_DEVICE_GIVEN = "make the trainer use cfg.device: it has no GPU here"
 _LOWER_RATE = (
-    "lower the learning rate, or let it be lowered: read cfg.training.lr, or put "
+    "lower the learning rate, or let robust-train lower it: read cfg.training.lr, or put "
     "{learning_rate} into the command"
 )
 _NEEDS_WORKERS = (_FEWER_WORKERS, _NO_WORKERS, _LESS_AHEAD)
+
+# Replacements if the trainer is a script or a user's trainer. An empty text removes the advice.
 _FOR_A_SCRIPT = {
     _SMALLER_BATCH[0]: ("use a smaller --batch-size: activations take memory for each sample"),
     _SMALLER_BATCH[1]: (
-        "accumulate gradients over more of them: the effective batch stays the same"
+        "accumulate gradients over more batches: the effective batch stays the same"
     ),
 }
 _WITHOUT_A_BATCH = {
     _SMALLER_BATCH[0]: (
-        "give --batch-size N and write {batch_size} where the command has its batch size: then it "
-        "is halved when memory runs out"
+        "give --batch-size N and write {batch_size} for the batch size in the command: then it is "
+        "halved when memory runs out"
     ),
     _SMALLER_BATCH[1]: "",
 }
@@ -71,27 +73,26 @@ _FOR_ANY_MODEL = {
     ),
     **dict.fromkeys(_OF_THE_MODEL[1:], ""),
 }
-"""Replacements if the trainer is a script, or a user's trainer. An empty text removes the advice.
-"""
 
+# The advice for each kind of failure. The advice for its clue replaces it if there is some.
 _ADVICE: dict[FailureKind, tuple[str, ...]] = {
     FailureKind.DEVICE_OOM: (*_SMALLER_BATCH, *_OF_THE_MODEL, _OTHERS),
     FailureKind.HOST_OOM: (_FEWER_WORKERS, _LESS_AHEAD, *_SMALLER_BATCH, _MORE_MEMORY),
     FailureKind.WORKER_DEATH: (_NO_WORKERS, _LESS_AHEAD, _MORE_SHARED_MEMORY),
     FailureKind.DEVICE_FAULT: (
-        "run once with CUDA_LAUNCH_BLOCKING=1: the traceback then names the kernel at fault",
+        "run once with CUDA_LAUNCH_BLOCKING=1: then the traceback names the kernel at fault",
         "if it happens on this GPU alone, check the GPU (nvidia-smi -q, dmesg for Xid)",
     ),
     FailureKind.DEVICE_UNAVAILABLE: (
-        "check the driver and that the GPU is there: nvidia-smi",
-        "check CUDA_VISIBLE_DEVICES: a wrong entry hides itself and all after it",
+        "check that nvidia-smi works and lists the GPU",
+        "check CUDA_VISIBLE_DEVICES: a wrong entry hides all entries after it too",
         "check that this torch was built for this GPU and driver: "
         "python -m torch.utils.collect_env",
-        "see whether another process holds the GPU in exclusive mode",
+        "check whether another process holds the GPU in exclusive mode",
     ),
     FailureKind.SETUP: (
-        "install a torch that was built for the driver's CUDA or an older one "
-        "(https://pytorch.org/get-started/locally), or a newer driver",
+        "install a torch that was built for the driver's CUDA version or an older one "
+        "(https://pytorch.org/get-started/locally), or install a newer driver",
         "in a container, ask for NVIDIA_DRIVER_CAPABILITIES=compute,utility",
         _ON_THE_CPU,
     ),
@@ -102,16 +103,16 @@ _ADVICE: dict[FailureKind, tuple[str, ...]] = {
     FailureKind.DIVERGED: (
         _LOWER_RATE,
         "clip gradients: run.step(optimizer, max_grad_norm=1.0)",
-        "look for samples that are not finite, and for numbers too large for float16",
+        "look for samples with values that are not finite, or too large for float16",
     ),
     FailureKind.COMM: (
-        "try again: a peer went away or answered too late",
-        "look at the first rank that failed; the others only report that it is gone",
+        "try again: a peer disconnected or answered too late",
+        "look at the first rank that failed: the other ranks only report that they lost it",
         "run with NCCL_DEBUG=INFO if it happens again",
     ),
 }
 
-_BY_CLUE: dict[FailureKind, dict[str, tuple[str, ...]]] = {
+_ADVICE_BY_CLUE: dict[FailureKind, dict[str, tuple[str, ...]]] = {
     FailureKind.DEVICE_FAULT: {
         Clue.HARDWARE: (
             "check this GPU: its hardware reported a fault (nvidia-smi -q, dmesg for Xid)",
@@ -123,24 +124,24 @@ _BY_CLUE: dict[FailureKind, dict[str, tuple[str, ...]]] = {
             "update the NVIDIA driver",
         ),
         Clue.SEGMENTS: (
-            "set memory.expandable_segments=false: tensors of such segments are not shared between "
-            "processes here",
+            "set memory.expandable_segments=false: here, processes cannot share tensors in such "
+            "segments",
         ),
     },
     FailureKind.DEVICE_UNAVAILABLE: {
         Clue.BUSY: (
-            "see whether another process holds the GPU in exclusive mode: nvidia-smi",
-            "where MPS is used: check that nvidia-cuda-mps-control runs as this user",
+            "check whether another process holds the GPU in exclusive mode: nvidia-smi",
+            "with MPS, check that nvidia-cuda-mps-control runs as this user",
         )
     },
     FailureKind.SETUP: {
         Clue.GPU_MODEL: (
-            "install a build with code for this model of GPU: a newer build for a newer GPU, "
-            "an older build for an older GPU",
+            "install a torch with code for this GPU model: a newer torch for a newer GPU, an older "
+            "torch for an older GPU",
             _ON_THE_CPU,
         ),
         Clue.NO_CUDA_BUILD: (
-            "install a build with the driver's CUDA or an older one "
+            "install a torch that was built for the driver's CUDA version or an older one "
             "(https://pytorch.org/get-started/locally)",
             _ON_THE_CPU,
         ),
@@ -148,16 +149,16 @@ _BY_CLUE: dict[FailureKind, dict[str, tuple[str, ...]]] = {
     FailureKind.COMM: {
         Clue.SHARED_MEMORY: (
             _MORE_SHARED_MEMORY,
-            "or run with NCCL_SHM_DISABLE=1, which is slower; remove stale /dev/shm/nccl-* files",
+            "remove stale /dev/shm/nccl-* files, or run with NCCL_SHM_DISABLE=1, which is slower",
         ),
         Clue.RATE_LIMIT: (
-            "ask the server less often: "
-            "download the files before the job, log less often, or log in",
+            "send fewer requests to the server: download the files before the job, log less often, "
+            "or log in",
         ),
         Clue.PORT: (
-            "another process has the port: give each job one of its own with MASTER_PORT, or let a "
-            "free one be chosen: torchrun --standalone, accelerate launch --main_process_port 0",
-            "if no job has it, see who does: ss -ltnp",
+            "another process has the port: give each job its own MASTER_PORT, or let the launcher "
+            "choose a free port: torchrun --standalone, accelerate launch --main_process_port 0",
+            "if no job has the port, find the process that has it: ss -ltnp",
         ),
         Clue.DOWNLOAD: (
             "try again: the server did not answer in time",
@@ -173,75 +174,27 @@ _BY_CLUE: dict[FailureKind, dict[str, tuple[str, ...]]] = {
 
 
 def advice_for(kind: FailureKind, evidence: Evidence) -> tuple[str, ...]:
-    """Return short sentences, most promising first, none after bugs and interruptions."""
-    by_clue = _BY_CLUE.get(kind, {})
+    """Return short sentences, the most promising first. Empty for bugs and interruptions."""
+    by_clue = _ADVICE_BY_CLUE.get(kind, {})
     advice = list(by_clue.get(evidence.clue or "", _ADVICE.get(kind, ())))
     if kind is FailureKind.HOST_OOM and evidence.library == "pinned memory":
         advice.insert(0, _PIN_LESS)
     if kind is FailureKind.DEVICE_OOM:
-        is_others = not evidence.own_limit and _is_others(evidence)
-        if evidence.own_limit or is_others:
+        is_crowded = not evidence.own_limit and _is_held_by_others(evidence)
+        if evidence.own_limit or is_crowded:
             advice.remove(_OTHERS)
         if evidence.own_limit:
             advice.insert(0, _RAISE_LIMIT)
         if evidence.fragmented:
             advice.insert(0, _DEFRAGMENT)
-        if is_others:
+        if is_crowded:
             advice.insert(0, _OTHERS)
     return tuple(advice)
 
 
-def cuda_versions(attempt: Attempt, config: RobustConfig) -> str:
-    """Return the driver's CUDA and torch's if they are the reason of a failure, otherwise nothing.
-
-    A script's torch may differ from the torch of this process.
-    """
-    if not attempt.cuda_cannot_work:
-        return ""
-    torchs = torch_cuda_version() if config.traits.shares_packages else None
-    return read_inventory(processes=False).cuda_versions(torchs)
-
-
-def with_advice(attempt: Attempt, config: RobustConfig, cuda_versions: str = "") -> Attempt:
-    """Return the attempt with advice on its failure that its trainer can follow.
-
-    Args:
-        attempt: an attempt that has ended.
-        config: the job's config. Only built-in trainers have the keys of a model, and always report
-            their first step.
-        cuda_versions: the driver's CUDA and torch's, if they matter.
-    """
-    failure = attempt.failure
-    if failure is None:
-        return attempt
-    # The text to show instead of an advice, empty to leave the advice out.
-    instead: dict[str, str] = {}
-    traits = config.traits
-    has_workers = traits.has_our_workers and attempt.spec.noted("num_workers", 0) > 0
-    if not has_workers or failure.evidence.noted("no_workers", False):
-        instead |= dict.fromkeys(_NEEDS_WORKERS, "")
-    if config.theirs is not None:
-        instead |= _IN_A_PROJECT
-    if traits.is_program:
-        instead |= _FOR_A_SCRIPT if attempt.spec.has_batch else _WITHOUT_A_BATCH
-    if not config.is_built_in:
-        instead |= _FOR_ANY_MODEL
-    elif not attempt.has_begun:
-        instead |= dict.fromkeys((*_SMALLER_BATCH, *_OF_THE_MODEL[:2]), "")
-    advice: Iterable[str] = failure.advice
-    if not failure.advice:
-        advice = advice_for(failure.kind, failure.evidence)
-    if failure.kind is FailureKind.SETUP:
-        advice = itertools.chain([cuda_versions], advice)
-        if not attempt.cuda_cannot_work:
-            advice = [_THE_DEVICE_GIVEN]
-    fitting = filter(None, (instead.get(sentence, sentence) for sentence in advice))
-    return replace(attempt, failure=replace(failure, advice=tuple(fitting)))
-
-
-def _is_others(evidence: Evidence) -> bool:
-    """Return whether other processes hold more than was requested, and more than a context
-    takes."""
+def _is_held_by_others(evidence: Evidence) -> bool:
+    """Return whether other processes hold more memory than was requested, and more than a CUDA
+    context takes."""
     total = evidence.total_bytes
     free = evidence.free_bytes
     allocated = evidence.allocated_bytes
@@ -250,3 +203,59 @@ def _is_others(evidence: Evidence) -> bool:
     unused = evidence.reserved_unallocated_bytes or 0
     ours = allocated + unused
     return total - free - ours > max(evidence.requested_bytes or 0, total // 4)
+
+
+def describe_cuda_versions(attempt: Attempt, config: RobustConfig) -> str:
+    """Return the CUDA versions of the driver and of torch if they explain the failure, otherwise
+    an empty text."""
+    if not attempt.cuda_cannot_work:
+        return ""
+    torch_version = None
+    # A script may use another torch than this process.
+    if config.traits.shares_packages:
+        torch_version = torch_cuda_version()
+    return read_inventory(processes=False).cuda_versions(torch_version)
+
+
+def with_advice(attempt: Attempt, config: RobustConfig, cuda_versions: str = "") -> Attempt:
+    """Return the attempt with advice on its failure that its trainer can follow.
+
+    Args:
+        attempt: an attempt that has ended.
+        config: the job's config.
+        cuda_versions: the text of `describe_cuda_versions`.
+    """
+    failure = attempt.failure
+    if failure is None:
+        return attempt
+    advice = failure.advice
+    if not advice:
+        advice = advice_for(failure.kind, failure.evidence)
+    if failure.kind is FailureKind.SETUP:
+        advice = (cuda_versions, *advice)
+        if not attempt.cuda_cannot_work:
+            advice = (_THE_DEVICE_GIVEN,)
+    replacements = _replacements(attempt, config, failure.evidence)
+    adapted = [replacements.get(sentence, sentence) for sentence in advice]
+    kept = tuple(sentence for sentence in adapted if sentence)
+    return replace(attempt, failure=replace(failure, advice=kept))
+
+
+def _replacements(attempt: Attempt, config: RobustConfig, evidence: Evidence) -> dict[str, str]:
+    """Return a text for each sentence that does not fit the trainer, empty to leave it out."""
+    replacements: dict[str, str] = {}
+    traits = config.traits
+    has_workers = traits.has_our_workers and attempt.spec.noted("num_workers", 0) > 0
+    if not has_workers or evidence.noted("no_workers", False):
+        replacements |= dict.fromkeys(_NEEDS_WORKERS, "")
+    if config.theirs is not None:
+        replacements |= _IN_A_PROJECT
+    if traits.is_program:
+        replacements |= _FOR_A_SCRIPT if attempt.spec.has_batch else _WITHOUT_A_BATCH
+    if not config.is_built_in:
+        # Only built-in trainers have the keys of a model.
+        replacements |= _FOR_ANY_MODEL
+    elif not attempt.has_begun:
+        # Built-in trainers report their first step, so activations took no memory yet.
+        replacements |= dict.fromkeys((*_SMALLER_BATCH, *_OF_THE_MODEL[:2]), "")
+    return replacements

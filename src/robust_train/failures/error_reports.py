@@ -1,5 +1,9 @@
-"""Extracts the reports of a failure from an exception, a quoted traceback or a log. Pure, any
-process."""
+"""Extracts error reports from an exception, or from text with tracebacks. Pure.
+
+`reports_of` follows an exception to its causes. `reports_in` reads a message or the end of a log,
+where torch, Ray or a worker process may have quoted the traceback of the error that counts. The
+other modules of this room call both, in any process.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-# A program with an error in it: its message is about the program, not about memory.
-# KeyError('CUDA out of memory') is a missing key. AssertionError and ImportError are not here:
-# torch without CUDA and a missing driver come as those.
+# Errors of the program itself, whatever their message says: KeyError('CUDA out of memory') is a
+# missing key. AssertionError and ImportError are not in this list, because torch raises them if
+# CUDA or a driver is missing.
 _PROGRAMMING = (
     "ArithmeticError AttributeError FileExistsError FileNotFoundError "
     "IsADirectoryError LookupError IndexError KeyError KeyErrorMessage NameError "
@@ -27,42 +31,49 @@ _OF_THE_SYSTEM = (
     "FileExistsError FileNotFoundError IsADirectoryError NotADirectoryError PermissionError"
 )
 _ALSO_CERTAIN = "AssertionError ImportError TabError UnicodeError UnicodeEncodeError"
-# Only the program can be the reason for these, so they would come again.
+# Only the program can cause these errors, so they would come again.
 CERTAIN_BUGS = PROGRAMMING_ERRORS.difference(_OF_THE_SYSTEM.split()).union(_ALSO_CERTAIN.split())
-# A ValueError may also be raised on purpose in place of the error that is being handled.
+# These errors say that a child process failed, which printed its own error before.
+_OF_A_CHILD = frozenset({"CalledProcessError", "ChildFailedError"})
+# A program may raise a ValueError on purpose in place of the error that it handles.
 _TRANSLATION = "ValueError"
-# Python's words for these two links of a chain.
+# Python prints one of these lines between two tracebacks of a chain.
 _RAISED_FROM = "The above exception was the direct cause"
 _RAISED_IN_A_HANDLER = "During handling of the above exception"
 
-_LINE_LIMIT = 300
-_DEPTH_LIMIT = 50
-_TEXT_LIMIT = 200_000
+_LINE_LIMIT = 300  # characters of a headline
+_DEPTH_LIMIT = 50  # exceptions in a chain
+_TEXT_LIMIT = 200_000  # characters of a message or log
 
 
 @dataclass(frozen=True)
 class ErrorReport:
-    """The parts of an exception that matter for its classification."""
+    """The parts of an error that matter for its classification."""
 
-    # Names of its class and its base classes, bare and as `library.Name`. Empty if unknown.
+    # Names of the error's class and base classes, bare and as `library.Name`. Empty if unknown.
     types: tuple[str, ...]
-    text: str  # its message on one line, without stack frames
-    headline: str  # the one line to show people
-    # The text with its lines joined, because a terminal breaks them inside of words.
+    text: str  # the message on one line, without stack frames
+    headline: str  # the line to show people
+    # The message with its lines joined without spaces, because a terminal breaks lines in words.
     unwrapped: str = ""
-    in_group: bool = False  # it failed at the same time as others
-    # The exception itself, None if it is only quoted.
+    in_group: bool = False  # whether it is a member of an exception group
+    # The exception itself, None if a text only quotes it.
     exception: BaseException | None = field(default=None, compare=False)
 
     @property
     def is_programming_error(self) -> bool:
-        """Return whether the exception is a bug even if its message mentions memory."""
+        """Whether the error is a bug even if its message mentions memory."""
         return not PROGRAMMING_ERRORS.isdisjoint(self.types)
 
     @property
     def is_certain_bug(self) -> bool:
-        """Return whether only the program itself can be the reason."""
+        """Whether only the program itself can cause the error."""
         return not CERTAIN_BUGS.isdisjoint(self.types)
+
+    @property
+    def is_of_child(self) -> bool:
+        """Whether the error only says that a child process failed."""
+        return not _OF_A_CHILD.isdisjoint(self.types)
 
 
 def reports_of(exception: BaseException) -> Iterator[ErrorReport]:
@@ -70,18 +81,23 @@ def reports_of(exception: BaseException) -> Iterator[ErrorReport]:
     return _follow(exception, set(), in_group=False)
 
 
+def own_report_of(exception: BaseException) -> ErrorReport:
+    """Return the report of an exception, without its causes."""
+    return next(reports_of(exception))
+
+
 def _follow(exception: BaseException, seen: set[int], in_group: bool) -> Iterator[ErrorReport]:
     if id(exception) in seen or len(seen) >= _DEPTH_LIMIT:
         return
     seen.add(id(exception))
-    types = tuple(
-        name
-        for cls in type(exception).__mro__
-        for name in names_of(f"{cls.__module__}.{cls.__name__}")
-    )
+    names: list[str] = []
+    for cls in type(exception).__mro__:
+        names += names_of(f"{cls.__module__}.{cls.__name__}")
+    types = tuple(names)
     reports = list(reports_in(_text_of(exception), types))
     for report in reports:
-        raised = exception if report.types[:1] == types[:1] else None
+        is_own = report.types[:1] == types[:1]
+        raised = exception if is_own else None
         yield replace(report, in_group=in_group, exception=raised)
     # Exception groups, including the backport's.
     members = getattr(exception, "exceptions", None)
@@ -89,19 +105,18 @@ def _follow(exception: BaseException, seen: set[int], in_group: bool) -> Iterato
         for member in members:
             if isinstance(member, BaseException):
                 yield from _follow(member, seen, in_group=True)
+    # A KeyError in the handler of another error is a separate bug, not a report of that error.
+    is_separate = reports[0].is_programming_error and _TRANSLATION not in reports[0].types
+    context = None if exception.__suppress_context__ else exception.__context__
     if exception.__cause__ is not None:
         yield from _follow(exception.__cause__, seen, in_group)
-    elif (
-        exception.__context__ is not None
-        and not exception.__suppress_context__
-        # A KeyError in the handler of another error is a separate bug, not a report of that error.
-        and (not reports[0].is_programming_error or _TRANSLATION in reports[0].types)
-    ):
-        yield from _follow(exception.__context__, seen, in_group)
+    elif context is not None and not is_separate:
+        yield from _follow(context, seen, in_group)
 
 
 def names_of(path: str) -> tuple[str, ...]:
-    """Return a class's name, and if the path has a library, the name with its library."""
+    """Return a class's bare name and, if the path has a library, its name with the library: for
+    ``torch.cuda.OutOfMemoryError`` also ``torch.OutOfMemoryError``."""
     library, dot, _ = path.partition(".")
     name = path.rpartition(".")[2]
     return (name, f"{library}.{name}") if dot else (name,)
@@ -110,15 +125,16 @@ def names_of(path: str) -> tuple[str, ...]:
 def _text_of(exception: BaseException) -> str:
     try:
         return str(exception)
-    except Exception:  # a broken __str__ must not hide the failure
+    except Exception:  # A broken __str__ must not hide the failure.
         return " ".join(repr(type(arg)) for arg in exception.args)
 
 
-# --- text -------------------------------------------------------------------------------------
+# --- reports in a text ---
 
 _TRACEBACK = re.compile(r"Traceback \(most recent call (?:last|first)\)")
 _DIGIT = re.compile(r"\d")
-# What launchers and loggers put before each line; "[Errno 12]" and "[TRT]" belong to the message.
+# Prefixes that launchers and loggers put before each line. "[Errno 12]" and "[TRT]" belong to the
+# message.
 _LINE_PREFIX = re.compile(
     r"^(?:\[(?:rank|default|worker|trainer|node)[ _]?\d+\]:?\s?"  # torchrun
     r"|\[\d+(?:,\d+)?\](?:<std\w+>)?:\s?"  # mpirun
@@ -128,22 +144,25 @@ _LINE_PREFIX = re.compile(
     r"|\d{4}-\d\d-\d\dT[\d:.,]+(?:Z|[+-]\d\d:?\d\d)?\s)+",  # a container's log
     re.IGNORECASE,
 )
+# The line below a traceback's frames: an exception's class, with its message if there is one.
 _FINAL_LINE = re.compile(
     r"^(?:E\s{2,})?((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?:\([A-Za-z_]\w*\))?(?::\s|:?\s*$)"
 )
 _AT_MARGIN = re.compile(r"[^\s|+╭╰│~^]")
-_PREFIX = re.compile(
+# The name of an error at the start of a line.
+_NAMED_ERROR = re.compile(
     r"^\s*((?:[A-Za-z_]\w*\.)*\w*"
     r"(?:Error|Exception|Interrupt|OutOfResources|BrokenProcessPool|KilledWorker))(?::\s|:?\s*$)"
 )
+# A line that ends an exception's message.
 _SEPARATOR = re.compile(
     rf"^(?:{_RAISED_IN_A_HANDLER}|{_RAISED_FROM}|"
     r"Exception raised from |frame #\d+|C\+\+ CapturedTraceback|\"{3}|'{3}|=+$|-+$)"
 )
-# The line of torch elastic.
+# The summary that torch elastic prints.
 _ROOT_CAUSE = re.compile(r"Root Cause .*?\brank +: (\d+) .*?\bexitcode +: (.*?) +error_file")
-_FRAME = re.compile(r"^\s*(?:frame )?#\d+:? |^Exception raised from |.*most recent call first")
-# What torch appends to every CUDA error, whatever it is: it names asserts and memory.
+_CPP_FRAME = re.compile(r"^\s*(?:frame )?#\d+:? |^Exception raised from |.*most recent call first")
+# torch appends these sentences to every CUDA error. Their words would match asserts.
 _APPENDIX = re.compile(
     r"Compile with .?TORCH_USE_\w+_DSA.? to enable device-side assertions\.?"
     r"|Device-side assertions were explicitly omitted for this error check[^.\n]*"
@@ -167,68 +186,53 @@ _HINT = re.compile(
 
 
 def reports_in(text: str, types: tuple[str, ...] = ()) -> Iterator[ErrorReport]:
-    """Yield the reports in a text: the message itself, or those in tracebacks that it quotes.
+    """Yield the reports of the tracebacks that a text quotes, the last first. Without a traceback,
+    yield the report of the text itself.
 
     Args:
         text: an exception's message or the end of a log.
-        types: class names of the exception whose message it is, empty for a log.
+        types: the class names of the exception that has this message, empty for a log.
     """
     if len(text) > _TEXT_LIMIT:
         text = text[: _TEXT_LIMIT // 2] + "\n" + text[-_TEXT_LIMIT // 2 :]
     lines = [_LINE_PREFIX.sub("", line.rstrip()) for line in text.splitlines()]
     starts = [number for number, line in enumerate(lines) if _TRACEBACK.search(line)]
     for start in starts:
-        _unprefix(lines, start)
-    if not starts:
-        yield _plain(lines, types)
-        return
-    # The start of a message belongs to the error, the start of a log does not.
-    header = one_line(lines[: starts[0]]) if types else ""
-    spans = zip(starts, [*starts[1:], len(lines)], strict=True)
-    tracebacks = []
-    for start, end in spans:
+        _remove_prefix(lines, start)
+    # The start of an exception's message belongs to the error. The start of a log does not.
+    header = ""
+    if types and starts:
+        header = one_line(lines[: starts[0]])
+    quoted: list[tuple[ErrorReport, list[str]]] = []
+    for start, end in zip(starts, [*starts[1:], len(lines)], strict=False):
         caught = header if header else _where_caught(lines, start)
-        tracebacks.append((_quoted(lines[start + 1 : end], caught), lines[:start]))
-    quoted = [(report, above) for report, above in reversed(tracebacks) if report is not None]
+        report = _read_traceback(lines[start + 1 : end], caught)
+        if report is not None:
+            quoted.append((report, lines[:start]))
     if not quoted:
-        yield _plain(lines, types)
+        yield _report_of_text(lines, types)
         return
+    quoted.reverse()
     for number, (report, above) in enumerate(quoted):
         # Lightning, torch and joblib raise the worker's class again, so the base classes are known.
-        report_types = types if number == 0 and report.types[0] in types else report.types
-        yield replace(report, types=report_types)
+        is_raised_again = number == 0 and report.types[0] in types
+        yield replace(report, types=types if is_raised_again else report.types)
         if report.is_programming_error and not _has_cause(report, above):
             return
 
 
-def _has_cause(report: ErrorReport, above: Sequence[str]) -> bool:
-    """Return whether the traceback above an error led to it, by the same rule as `_follow` for an
-    exception object."""
-    link = next(filter(str.strip, reversed(above)), "")
-    is_translated = _TRANSLATION in report.types
-    return _RAISED_FROM in link or (is_translated and _RAISED_IN_A_HANDLER in link)
+def last_report_in(text: str) -> ErrorReport:
+    """Return the report of the last error in the end of a log."""
+    return next(reports_in(text))
 
 
-def _unprefix(lines: list[str], start: int) -> None:
-    """Remove the prefix before the first words from a traceback's lines, whatever figures it
-    has."""
+def _remove_prefix(lines: list[str], start: int) -> None:
+    """Remove the text before the word "Traceback" from all lines of a traceback. Digits may differ,
+    because the prefix may be a time."""
     shape = _DIGIT.sub("0", _TRACEBACK.split(lines[start])[0])
     for number, line in enumerate(lines[start + 1 :], start + 1):
         if _DIGIT.sub("0", line).startswith(shape):
             lines[number] = line[len(shape) :]
-
-
-def _plain(lines: list[str], types: tuple[str, ...]) -> ErrorReport:
-    text = one_line(lines)
-    prefix = _PREFIX.match(text)
-    name = types[0] if types else ""
-    headline = first = _first_line(lines)
-    # An example is "MemoryError: …" inside of another exception's message.
-    if prefix is not None:
-        types += names_of(prefix.group(1))
-    elif name not in ("", "RuntimeError") or not first:
-        headline = f"{name}: {first}" if first else name
-    return ErrorReport(types, text, headline[:_LINE_LIMIT], one_line(lines, ""))
 
 
 def _where_caught(lines: list[str], start: int) -> str:
@@ -237,33 +241,72 @@ def _where_caught(lines: list[str], start: int) -> str:
     return lines[start - 1] if is_original else ""
 
 
-def _quoted(lines: list[str], header: str) -> ErrorReport | None:
-    """Return the error at the end of a traceback: the first line without indentation, or if the
-    lines are not Python's, the last line that names an error."""
+def _read_traceback(lines: list[str], header: str) -> ErrorReport | None:
+    """Return the error at the end of a traceback, None if it is cut off.
+
+    The error is in the first line without indentation. If that line is not Python's, it is in the
+    last line that names an error.
+
+    Args:
+        lines: the lines below the word "Traceback".
+        header: a text above the traceback that belongs to the message, or empty.
+    """
     first = [n for n, line in enumerate(lines) if _AT_MARGIN.match(line)][:1]
-    named = [n for n, line in enumerate(lines) if _PREFIX.match(line)][-1:]
-    for number in first + named:
+    last_named = [n for n, line in enumerate(lines) if _NAMED_ERROR.match(line)][-1:]
+    for number in first + last_named:
         line = lines[number].strip()
         final = _FINAL_LINE.match(line)
         if final is None:
             continue
+        path = final[1]
+        name = path.rpartition(".")[2]
         message = [line]
-        name = final.group(1).rpartition(".")[2]
         for further in lines[number + 1 :]:
             # torch elastic draws lines within its message.
             if _SEPARATOR.match(further) and name != "ChildFailedError":
                 break
             message.append(further)
-        text = f"{header} {one_line(message)}" if header else one_line(message)
-        cause = _ROOT_CAUSE.search(text)
-        shown = f"{name}: rank {cause[1]}: exit code {cause[2]}" if cause else line
-        return ErrorReport(
-            names_of(final.group(1)),
-            text.strip(),
-            shown.strip()[:_LINE_LIMIT],
-            unwrapped=one_line(message, ""),
-        )
+        text = f"{header} {one_line(message)}".strip()
+        headline = line
+        root_cause = _ROOT_CAUSE.search(text)
+        if root_cause is not None:
+            headline = f"{name}: rank {root_cause[1]}: exit code {root_cause[2]}"
+        unwrapped = one_line(message, "")
+        return ErrorReport(names_of(path), text, headline.strip()[:_LINE_LIMIT], unwrapped)
     return None
+
+
+def _has_cause(report: ErrorReport, above: Sequence[str]) -> bool:
+    """Return whether the traceback above an error led to it, by the same rule as `_follow` for an
+    exception object."""
+    link = last_line_with_text(above)
+    is_translated = _TRANSLATION in report.types
+    return _RAISED_FROM in link or (is_translated and _RAISED_IN_A_HANDLER in link)
+
+
+def last_line_with_text(lines: Sequence[str]) -> str:
+    """Return the last line that is not blank, empty if all lines are."""
+    for line in reversed(lines):
+        if line.strip():
+            return line
+    return ""
+
+
+def _report_of_text(lines: list[str], types: tuple[str, ...]) -> ErrorReport:
+    """Return the report of a message or log without a traceback."""
+    text = one_line(lines)
+    first_line = _first_line_with_words(lines)
+    headline = first_line
+    # Another exception's message may begin with the name of an error: "MemoryError: …".
+    named = _NAMED_ERROR.match(text)
+    name = types[0] if types else ""
+    if named is not None:
+        types += names_of(named[1])
+    elif not first_line:
+        headline = name
+    elif name not in ("", "RuntimeError"):
+        headline = f"{name}: {first_line}"
+    return ErrorReport(types, text, headline[:_LINE_LIMIT], one_line(lines, ""))
 
 
 def one_line(lines: list[str], between: str = " ") -> str:
@@ -271,14 +314,15 @@ def one_line(lines: list[str], between: str = " ") -> str:
 
     Args:
         lines: the text's lines.
-        between: the text that joins them.
+        between: the separator to put between two lines.
     """
-    kept = "\n".join(line for line in lines if not _FRAME.match(line))
+    kept = "\n".join(line for line in lines if not _CPP_FRAME.match(line))
     text = _HINT.sub(" ", _APPENDIX.sub(" ", kept)).replace("\n", between)
     return " ".join(text.split())
 
 
-def _first_line(lines: list[str]) -> str:
-    """Return the first line with words in it, unchanged."""
-    stripped = (line.strip() for line in lines)
-    return next((line[:_LINE_LIMIT] for line in stripped if any(map(str.isalnum, line))), "")
+def _first_line_with_words(lines: list[str]) -> str:
+    for line in lines:
+        if any(map(str.isalnum, line)):
+            return line.strip()[:_LINE_LIMIT]
+    return ""

@@ -1,26 +1,31 @@
-"""Looks up reports and reads their figures. ``patterns.txt`` has the words for both. Pure."""
+"""Looks up error reports in ``patterns.txt``, and reads the figures in their messages.
+
+`find_match` returns what a report means: its kind of failure, its library and a clue.
+`read_evidence` returns figures such as the requested bytes. The other modules of this room call
+both, in any process. Everything but `with_statistics` is pure.
+"""
 
 from __future__ import annotations
 
 import itertools
-import logging
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from robust_train.failures.error_reports import ErrorReport
 from robust_train.model.failure import Evidence, FailureKind
 
-log = logging.getLogger("robust_train")
-
+# A regular expression that matches nothing.
 _NOTHING = "(?!)"
+# The kind in the header of a section with figures.
 _FIGURE = "figure"
 _SIZE = r"(?P<number>\d[\d,]*(?:\.\d*)?)\s*(?P<unit>[kmgtpe]i?b?|bytes?|b)\b"
 _COUNT = r"(?P<number>\d+)(?P<unit>)"
-# torch's and MPS's "MB" are 1024 based too. XLA's letters stand alone ("5.02G").
+# The first letters of units, by powers of 1024. torch and MPS print "MB" for 1024 based units too,
+# and XLA prints the letter alone ("5.02G").
 _UNITS = "bkmgtpe"
 _PREEMPTIVE = re.compile(r"preemptively rejected", re.IGNORECASE)
 # Libraries whose memory is in the statistics of torch's allocator.
@@ -36,8 +41,8 @@ _HEADER = re.compile(
     r"^\[(?P<kind>\w+), (?P<library>[\w. -]+)(?:, (?P<clue>\w+))?\](?P<names>.*)", re.MULTILINE
 )
 
-# If several failed at once, the first kind in this list decides, because its remedy keeps the job
-# alive.
+# If several processes failed at once, the first kind in this list decides, because its remedy keeps
+# the job alive.
 _PRIORITY = (
     FailureKind.DEVICE_OOM,
     FailureKind.HOST_OOM,
@@ -63,12 +68,12 @@ class Match:
 
 @dataclass(frozen=True)
 class Pattern:
-    """A section of ``patterns.txt``: a report with one of these types or words is a ``match``."""
+    """A section of ``patterns.txt``: a report with one of its types or words has its ``match``."""
 
     match: Match
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # names by which code refers to the section
     words: re.Pattern[str]
-    types: re.Pattern[str]
+    types: re.Pattern[str]  # whole class names of exceptions
 
     def matches(self, report: ErrorReport) -> bool:
         """Return whether the report matches this section."""
@@ -76,10 +81,17 @@ class Pattern:
         return is_typed or self.words.search(report.text) is not None
 
 
-def _sections() -> Iterator[tuple[re.Match[str], list[str]]]:
+class MatchedReport(NamedTuple):
+    """A report and its meaning."""
+
+    report: ErrorReport
+    match: Match
+
+
+def _read_sections() -> Iterator[tuple[re.Match[str], list[str]]]:
     """Yield the header and the lines of each section of ``patterns.txt``."""
     text = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8")
-    # A word's meaning may contain words that are defined above it.
+    # A word's definition may use words that are defined above it.
     for name, meaning in reversed(_VOCABULARY.findall(text)):
         text = text.replace(name, meaning)
     headers = list(_HEADER.finditer(text))
@@ -89,26 +101,25 @@ def _sections() -> Iterator[tuple[re.Match[str], list[str]]]:
         yield (header, [line for line in lines if line and not line.startswith("#")])
 
 
-def _pattern(header: re.Match[str], lines: Sequence[str]) -> Pattern:
+def _parse_pattern(header: re.Match[str], lines: Sequence[str]) -> Pattern:
     types = " ".join(line for line in lines if line.startswith("type ")).split()
-    words = [_words(line) for line in lines if not line.startswith("type ")]
+    words = [_parse_words(line) for line in lines if not line.startswith("type ")]
+    library = header["library"]
+    if library == "-":
+        library = None
     return Pattern(
-        Match(
-            FailureKind(header["kind"]),
-            None if header["library"] == "-" else header["library"],
-            header["clue"],
-        ),
-        tuple(header["names"].split()),
-        re.compile("|".join(words) or _NOTHING, re.IGNORECASE),
-        re.compile("|".join(types) or _NOTHING),
+        match=Match(FailureKind(header["kind"]), library, header["clue"]),
+        names=tuple(header["names"].split()),
+        words=re.compile("|".join(words) or _NOTHING, re.IGNORECASE),
+        types=re.compile("|".join(types) or _NOTHING),
     )
 
 
-def _words(line: str) -> str:
-    """Return the regular expression for a line: ``a ~ b``, codes, or an expression."""
+def _parse_words(line: str) -> str:
+    """Return the regular expression for a line: ``code …``, ``a ~ b``, or an expression."""
     if line.startswith("code "):
-        # `IllegalAddress` is also written `ILLEGAL_ADDRESS`
-        codes = (re.sub(r"(?<=[a-z])(?=[A-Z])", "[_]?", code) for code in line.split()[1:])
+        # `IllegalAddress` is also written `ILLEGAL_ADDRESS`.
+        codes = [re.sub(r"(?<=[a-z])(?=[A-Z])", "[_]?", code) for code in line.split()[1:]]
         either = "|".join(codes)
         return rf"(?:{_CODE})(?:{either})\b"
     first, near, second = line.partition(" ~ ")
@@ -117,97 +128,125 @@ def _words(line: str) -> str:
     return f"{first}.{{0,60}}?{second}|{second}.{{0,60}}?{first}"
 
 
-def _figure(lines: Sequence[str]) -> list[re.Pattern[str]]:
-    texts = (line.replace("SIZE", _SIZE).replace("COUNT", _COUNT) for line in lines)
+def _parse_figure(lines: Sequence[str]) -> list[re.Pattern[str]]:
+    texts = [line.replace("SIZE", _SIZE).replace("COUNT", _COUNT) for line in lines]
     return [re.compile(text, re.IGNORECASE) for text in texts]
 
 
-# The patterns are compiled now: when memory has run out, there is none to compile them.
-_ALL = list(_sections())
-PATTERNS = [_pattern(header, lines) for header, lines in _ALL if header["kind"] != _FIGURE]
-FIGURES = {header["library"]: _figure(lines) for header, lines in _ALL if header["kind"] == _FIGURE}
+# The patterns are compiled on import: once memory has run out, there is none left to compile them.
+_PATTERNS: list[Pattern] = []
+# The patterns of each figure, by its name in `Evidence`.
+_FIGURES: dict[str, list[re.Pattern[str]]] = {}
+for _header, _lines in _read_sections():
+    if _header["kind"] == _FIGURE:
+        _FIGURES[_header["library"]] = _parse_figure(_lines)
+    else:
+        _PATTERNS.append(_parse_pattern(_header, _lines))
 
 
-def match(report: ErrorReport) -> Match | None:
+def find_match(report: ErrorReport) -> Match | None:
     """Return a report's meaning, or None if no section matches, which is a bug by default. A match
     of the kind ``bug`` is final, whatever caused the exception."""
-    if report.is_programming_error:
-        is_believed = report.types[0] == "ValueError"
-        rows = [row for row in PATTERNS if "VALUE_ERROR" in row.names and is_believed]
+    if not report.is_programming_error:
+        patterns = [pattern for pattern in _PATTERNS if "apart" not in pattern.names]
+    elif report.types[0] == "ValueError":
+        patterns = [pattern for pattern in _PATTERNS if "VALUE_ERROR" in pattern.names]
     else:
-        rows = [row for row in PATTERNS if "apart" not in row.names]
-    as_written = (row.match for row in rows if row.matches(report))
-    unwrapped = (row.match for row in rows if row.words.search(report.unwrapped))
-    return next(itertools.chain(as_written, unwrapped), None)
+        return None
+    for pattern in patterns:
+        if pattern.matches(report):
+            return pattern.match
+    for pattern in patterns:
+        if pattern.words.search(report.unwrapped):
+            return pattern.match
+    return None
 
 
-def named(name: str) -> Pattern:
+def find_pattern(name: str) -> Pattern:
     """Return the section with this name."""
-    return next(row for row in PATTERNS if name in row.names)
+    for pattern in _PATTERNS:
+        if name in pattern.names:
+            return pattern
+    raise LookupError(f"patterns.txt has no section {name}")
 
 
-UNCLEAR = named("UNCLEAR")
-_WRITER = named("WRITER").match
+UNCLEAR = find_pattern("UNCLEAR")
+_WRITER = find_pattern("WRITER").match
 
 
-def most_telling(
-    matches: Iterable[tuple[ErrorReport, Match | None]],
-) -> tuple[ErrorReport, Match] | None:
-    """Return the match to act upon, from reports each of which may be a consequence of the next.
+def choose_match(matches: Iterable[tuple[ErrorReport, Match | None]]) -> MatchedReport | None:
+    """Return the match to act on, from reports each of which may be a consequence of the next.
 
-    The first match decides, and among several that failed at the same time the worst. A file that
-    was not written to its end may have any cause, so the next match decides, if there is any.
+    The first match decides. If several reports belong to a group of exceptions, the worst of them
+    decides. A file that was not written to its end may have any cause, so then the next match
+    decides if there is one.
     """
-    pairs: list[tuple[ErrorReport, Match]] = []
+    matched: list[MatchedReport] = []
     for report, match in matches:
-        if match is not None:
-            pairs.append((report, match))
-            if not report.in_group and match != _WRITER:
-                break
-    candidates = [pair for pair in pairs if pair[1] != _WRITER]
+        if match is None:
+            continue
+        matched.append(MatchedReport(report, match))
+        if not report.in_group and match != _WRITER:
+            break
+    candidates = [candidate for candidate in matched if candidate.match != _WRITER]
     if not candidates:
-        candidates = pairs[:1]
-    return min(candidates, key=lambda pair: _PRIORITY.index(pair[1].kind), default=None)
+        candidates = matched[:1]
+    return min(candidates, key=_priority, default=None)
+
+
+def _priority(candidate: MatchedReport) -> int:
+    return _PRIORITY.index(candidate.match.kind)
 
 
 def read_evidence(text: str, match: Match) -> Evidence:
-    """Return the figures in a message, whose ``text`` is on one line.
-
-    torch asks the driver only below ``memory.fraction``. So the process reached its own limit if
-    the request exceeds the allowed memory, if more was free than was requested, or if torch rejects
-    "preemptively" (since 2.15).
-    """
-    figures: dict[str, Any] = {name: _first(patterns, text) for name, patterns in FIGURES.items()}
-    requested = figures["requested_bytes"]
+    """Return the figures in a message, which is on one line, and the clue and library of its
+    match."""
+    figures: dict[str, Any] = {}
+    for name, patterns in _FIGURES.items():
+        figures[name] = _first_size_in(text, patterns)
     allocated = figures["allocated_bytes"]
     reserved = figures.pop("reserved_bytes")
-    is_unsaid = not figures["reserved_unallocated_bytes"]
-    if allocated is not None and reserved is not None and is_unsaid:
+    is_unused_known = bool(figures["reserved_unallocated_bytes"])
+    if allocated is not None and reserved is not None and not is_unused_known:
         figures["reserved_unallocated_bytes"] = max(0, reserved - allocated)
-    own_limit = _PREEMPTIVE.search(text) is not None
-    if requested is not None:
-        free = figures["free_bytes"]
-        allowed = figures["allowed_bytes"]
-        unused = figures["reserved_unallocated_bytes"] or 0
-        held = unused if allocated is None else allocated + unused
-        own_limit |= free is not None and free >= requested
-        own_limit |= bool(allowed) and held + requested > allowed
-    is_device = match.kind is FailureKind.DEVICE_OOM and match.library == "torch"
-    if not is_device:
-        own_limit = False
+    is_of_torch = match.kind is FailureKind.DEVICE_OOM and match.library == "torch"
+    own_limit = is_of_torch and _has_reached_own_limit(text, figures)
     return Evidence(**figures, own_limit=own_limit, clue=match.clue, library=match.library)
 
 
+def _has_reached_own_limit(text: str, figures: dict[str, int | None]) -> bool:
+    """Return whether torch refused the memory because of ``memory.fraction``.
+
+    torch asks the driver only below that limit. So the process reached it if the request exceeds
+    the allowed memory, if more was free than was requested, or if torch says that it rejected the
+    request "preemptively" (since 2.15).
+    """
+    if _PREEMPTIVE.search(text):
+        return True
+    requested = figures["requested_bytes"]
+    if requested is None:
+        return False
+    free = figures["free_bytes"]
+    if free is not None and free >= requested:
+        return True
+    allowed = figures["allowed_bytes"]
+    if not allowed:
+        return False
+    held = (figures["allocated_bytes"] or 0) + (figures["reserved_unallocated_bytes"] or 0)
+    return held + requested > allowed
+
+
 def with_statistics(evidence: Evidence, text: str) -> Evidence:
-    """Add missing figures from torch, if torch is loaded and has started CUDA."""
+    """Add figures that the message lacks from torch's statistics, if torch is loaded and has
+    started CUDA in this process."""
     torch = sys.modules.get("torch")
     if torch is None or evidence.library not in _TORCH:
         return evidence
     try:
         if not torch.cuda.is_initialized():
             return evidence
-        figures = _statistics(torch, text)
-    except Exception:  # a broken driver must not hide the failure
+        figures = _read_statistics(torch, text)
+    except Exception:  # A broken driver must not hide the failure.
         return evidence
     missing: dict[str, Any] = {
         name: value for name, value in figures.items() if getattr(evidence, name) is None
@@ -215,10 +254,12 @@ def with_statistics(evidence: Evidence, text: str) -> Evidence:
     return replace(evidence, **missing)
 
 
-def _statistics(torch: Any, text: str) -> dict[str, int]:
-    named = re.search(r"\bGPU (\d+)", text)
-    count = torch.cuda.device_count()
-    device = int(named.group(1)) if named and int(named.group(1)) < count else None
+def _read_statistics(torch: Any, text: str) -> dict[str, int]:
+    """Return torch's figures of the GPU that a message names, otherwise of the current GPU."""
+    device: int | None = None
+    number = re.search(r"\bGPU (\d+)", text)
+    if number is not None and int(number[1]) < torch.cuda.device_count():
+        device = int(number[1])
     allocated = torch.cuda.memory_allocated(device)
     free, total = torch.cuda.mem_get_info(device)
     return {
@@ -229,16 +270,17 @@ def _statistics(torch: Any, text: str) -> dict[str, int]:
     }
 
 
-def _first(patterns: Sequence[re.Pattern[str]], text: str) -> int | None:
+def _first_size_in(text: str, patterns: Sequence[re.Pattern[str]]) -> int | None:
+    """Return the bytes that the first matching pattern finds in a text."""
     for pattern in patterns:
-        match = pattern.search(text)
-        if match is not None:
-            return _bytes(match)
+        size = pattern.search(text)
+        if size is not None:
+            return _parse_bytes(size)
     return None
 
 
-def _bytes(match: re.Match[str]) -> int | None:
-    groups = match.groupdict()
+def _parse_bytes(size: re.Match[str]) -> int | None:
+    groups = size.groupdict()
     number = groups.get("number") or groups.get("plain") or ""
     unit = (groups.get("unit") or "b")[0].lower()
     try:

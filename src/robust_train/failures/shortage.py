@@ -1,7 +1,8 @@
-"""Whether a lack of host memory explains an error whose message does not say so.
+"""Finds out whether a lack of host memory explains an error whose message does not say so.
 
-`little_is_left` and `do_without_onednn` run in the process that failed. The launcher calls
-`with_shortage` after each attempt. Both call `no_room_to_import` for an import that failed.
+oneDNN reports a failed allocation as an unsupported call, and an import that runs out of memory may
+end with any error. `describe_shortage` and `do_without_onednn` run in the attempt that failed. The
+launcher calls `with_shortage` after each attempt. Both processes call `explain_failed_import`.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ log = logging.getLogger("robust_train")
 # Host memory is short if less than this share of the process's peak is left.
 _LITTLE = 0.5
 _LEAST_FOR_TORCH = 2 * GIB
-"""Up to this limit, a process that dies during an import counts as out of memory."""
+"""If the limit is at most this large, a process that died during an import ran out of memory."""
 
 # Messages of the dynamic loader, of the C library, and of Python for a thread without a stack.
-_NO_ROOM = re.compile(
+_NO_MEMORY = re.compile(
     r"failed to map segment from shared object|Cannot allocate memory|can't start new thread"
 )
 
 
-def no_room_to_import(module: str, error: BaseException | None) -> str | None:
-    """Return a line if a limit of this process leaves no room to import a module, otherwise None.
+def explain_failed_import(module: str, error: BaseException | None) -> str | None:
+    """Return a message if a limit of this process leaves no memory to import a module, otherwise
+    None.
 
     Args:
         module: the module whose import failed.
@@ -43,22 +45,27 @@ def no_room_to_import(module: str, error: BaseException | None) -> str | None:
     if not limits:
         return None
     most, _, command = min(limits)
-    if error is None and most > _LEAST_FOR_TORCH:
+    if error is None:
+        is_explained = most <= _LEAST_FOR_TORCH
+    else:
+        is_explained = isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)) is not None
+    if not is_explained:
         return None
-    is_in_words = error is not None and not isinstance(error, MemoryError)
-    if is_in_words and not _NO_ROOM.search(str(error)):
-        return None
-    top = module.partition(".")[0]
+    package = module.partition(".")[0]
+    if package == "robust_train":
+        package = "torch"  # torch is by far the largest package that robust-train imports.
     return (
-        f"the limit of {memory(most)} ({command}) leaves no room to import "
-        f"{'torch' if top == 'robust_train' else top}; set a higher one: {command} unlimited"
+        f"the limit of {memory(most)} ({command}) leaves no room to import {package}; "
+        f"set a higher limit: {command} unlimited"
     )
 
 
 def do_without_onednn(failure: Failure) -> None:
-    """Turn oneDNN off in this process after it ran out of memory. Its compiler (Xbyak) remembers
-    the first failed allocation in the thread, so every later primitive fails too, however much
-    memory there is. torch's own kernels take its place."""
+    """Turn oneDNN off in this process after oneDNN ran out of memory.
+
+    oneDNN's compiler (Xbyak) remembers the first failed allocation of a thread, so every later
+    primitive fails too, however much memory is free. torch's own kernels take its place.
+    """
     torch = sys.modules.get("torch")
     if failure.evidence.clue != Clue.UNCLEAR or torch is None:
         return
@@ -68,8 +75,9 @@ def do_without_onednn(failure: Failure) -> None:
 
 
 def with_shortage(attempt: Attempt, earlier: Sequence[Attempt]) -> Attempt:
-    """Return the attempt. An ambiguous oneDNN message becomes a lack of host memory if the process
-    came near its limit, or if an earlier attempt ran out."""
+    """Return the attempt with an ambiguous oneDNN error classified as a lack of host memory, if the
+    process came near its limit or an earlier attempt ran out of host memory. Otherwise return it
+    unchanged."""
     failure = attempt.failure
     if failure is None or failure.kind is not FailureKind.BUG:
         return attempt
@@ -80,7 +88,7 @@ def with_shortage(attempt: Attempt, earlier: Sequence[Attempt]) -> Attempt:
     if most and peak * (1 + _LITTLE) > most:
         why = f"{memory(peak)} used of {memory(most)} ({command})"
     elif any(before.kind is FailureKind.HOST_OOM for before in earlier):
-        why = "an attempt before it ran out of host memory"
+        why = "an earlier attempt ran out of host memory"
     else:
         return attempt
     failure = replace(
@@ -92,8 +100,8 @@ def with_shortage(attempt: Attempt, earlier: Sequence[Attempt]) -> Attempt:
     return replace(attempt, failure=failure)
 
 
-def little_is_left() -> str:
-    """Return the evidence that host memory is short, empty if there is none."""
+def describe_shortage() -> str:
+    """Return the evidence that this process is short of host memory, empty if it is not."""
     try:
         own_status = read_own_memory()
         room = read_available_bytes()
@@ -101,7 +109,7 @@ def little_is_left() -> str:
         return "no host memory left"
     except OSError as error:
         return "no host memory left" if error.errno == errno.ENOMEM else ""
-    # The peak without mapped files.
+    # The peak of resident memory, without mapped files.
     used = own_status.get("VmHWM", 0) - own_status.get("RssFile", 0)
     if room > _LITTLE * used:
         return ""

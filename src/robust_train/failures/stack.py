@@ -1,15 +1,17 @@
-"""Clues from a stack, where the words of a failure leave its cause open. Pure.
+"""Reads stacks: what a program did when it failed, crashed or hung. Pure.
 
-A stack is a traceback's text. In the attempt's process it is that of an exception. The launcher
-finds it in what a process printed, or in the stacks of an attempt that hangs.
+A stack is the text of a traceback. A failed attempt takes it from an exception (`stack_of`), and
+the launcher finds it in a process's output (`last_stack_in`, `native_stack_in`). `refine_match`
+uses it if a message leaves the cause open. For example, memory that ran out in ``Module.to`` ran
+out while the model was moved to the GPU, where a smaller batch does not help. The launcher calls
+`where_it_stands` for an attempt that hangs.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from robust_train.failures.error_reports import ErrorReport
@@ -19,6 +21,7 @@ from robust_train.readable import shorten
 
 TRACEBACK = "Traceback (most recent call last)"
 
+# The frame of a module's top level. A second such frame is a module that is being imported.
 _MAIN = ", in <module>"
 _MAKES_OR_MOVES_A_MODEL = re.compile(
     r"[/\\]torch[/\\]nn[/\\]modules[/\\](?:module\.py\".*, in _apply|\w+\.py\".*, in __init__)$"
@@ -35,22 +38,27 @@ _IS_IN_NETWORK_CODE = re.compile(
 _TIMEOUT = re.compile(r"^(?:\w+\.)*(?:TimeoutError|timeout)\b", re.IGNORECASE)
 _IN_WORKER = re.compile(r"\bCaught \w*(?:Error|Exception) in DataLoader worker process \d+")
 _CRASHED_THREAD = re.compile(r"^Current thread .*:\n(?P<frames>(?:  .*(?:\n|$))*)", re.MULTILINE)
-_IS_A_LIBRARYS = re.compile(r"[/\\](?:(?:site|dist)-packages|lib[/\\]python3[.\d]*)[/\\]|<frozen")
-_IS_OF_THE_RUNNER = re.compile(r"[/\\]robust_train[/\\](?:attempt(?!.script)|launcher|host)[/\\]")
-_IS_OURS = re.compile(
+_IN_A_LIBRARY = re.compile(r"[/\\](?:(?:site|dist)-packages|lib[/\\]python3[.\d]*)[/\\]|<frozen")
+# Frames of robust-train that call the trainer.
+_IN_THE_RUNNER = re.compile(r"[/\\]robust_train[/\\](?:attempt(?!.script)|launcher|host)[/\\]")
+# Frames of robust-train that call the trainer or that the trainer calls.
+_IN_ROBUST_TRAIN = re.compile(
     r"[/\\]robust_train[/\\](?:attempt(?!.script)|launcher|host|memory|step|folder)[/\\]"
 )
-_OF_A_PROCESS = re.compile(r"^(?=(?:rank|process) \d+ \()", re.MULTILINE)
+# The headings above each process's stacks, which the launcher writes.
+_START_OF_A_PROCESS = re.compile(r"^(?=(?:rank|process) \d+ \()", re.MULTILINE)
 _RANK = re.compile(r"^rank (?P<rank>\d+) \(process (?P<pid>\d+), (?P<status>.*)\)$", re.MULTILINE)
 _PROCESS = re.compile(r"^process (?P<pid>\d+) \(.*, (?P<status>[\w-]+)\)$", re.MULTILINE)
+# faulthandler's format of a thread and of a frame.
 _THREAD = re.compile(r"^((?:Current thread|Thread) .*):\n((?:  File .*(?:\n|$))*)", re.MULTILINE)
 _FRAME = re.compile(r'\s*File "(?:.*/)?(?P<file>[^"/]*)", line (?P<line>\d+) in (?P<function>.*)')
-_MOST_SHOWN = 300
+_MOST_SHOWN = 300  # characters
 _OPEN_FILES = re.compile(r"Too many open files", re.IGNORECASE)
 
 
 def stack_of(exception: BaseException) -> str:
-    """Return the stack as the text of a traceback, with the main module's stack on one line."""
+    """Return an exception's stack as the text of a traceback. The main module's frame is one line
+    without a file."""
     lines = [_MAIN]
     for frame, _ in traceback.walk_tb(exception.__traceback__):
         name = frame.f_code.co_name
@@ -69,16 +77,18 @@ def last_stack_in(log: str) -> str:
 class NativeStack:
     """The frames that Python prints when native code ends the process."""
 
-    cause: str  # `Segmentation fault`
-    # The frames of the thread that crashed, innermost first, without this package's frames.
+    cause: str  # for example `Segmentation fault`
+    # The frames of the thread that crashed, innermost first, without robust-train's frames.
     frames: tuple[str, ...]
 
     @property
     def headline(self) -> str:
         """The cause, and the innermost frame outside of libraries."""
-        trainers_frames = (frame for frame in self.frames if not _IS_A_LIBRARYS.search(frame))
-        where = next(trainers_frames, next(iter(self.frames), ""))
-        return f"{self.cause} at {where.removeprefix('File ')}" if where else self.cause
+        if not self.frames:
+            return self.cause
+        outside = [frame for frame in self.frames if not _IN_A_LIBRARY.search(frame)]
+        frame = outside[0] if outside else self.frames[0]
+        return f"{self.cause} at {frame.removeprefix('File ')}"
 
     def __str__(self) -> str:
         frames = "\n".join(f"  {frame}" for frame in self.frames)
@@ -93,27 +103,38 @@ def native_stack_in(output: str) -> NativeStack | None:
     _, separator, text = output.rpartition("Fatal Python error: ")
     if not separator:
         return None
+    frames: list[str] = []
     thread = _CRASHED_THREAD.search(text)
-    frames = [line.strip() for line in thread["frames"].splitlines()] if thread else []
-    return NativeStack(text.partition("\n")[0].strip(), tuple(_above_runner(frames)))
+    if thread is not None:
+        frames = [line.strip() for line in thread["frames"].splitlines()]
+    cause = text.partition("\n")[0].strip()
+    return NativeStack(cause, tuple(_frames_of_trainer(frames)))
 
 
-def _above_runner(frames: Iterable[str]) -> Iterator[str]:
-    """Yield the frames below the runner's frame, innermost first."""
-    return itertools.takewhile(lambda frame: not _IS_OF_THE_RUNNER.search(frame), frames)
+def _frames_of_trainer(frames: Iterable[str]) -> list[str]:
+    """Return the frames from the innermost to the trainer's outermost, which the runner called."""
+    kept: list[str] = []
+    for frame in frames:
+        if _IN_THE_RUNNER.search(frame):
+            break
+        kept.append(frame)
+    return kept
 
 
 def where_it_stands(stacks: str) -> str:
-    """Return the innermost frames outside of libraries in the stacks of an attempt that hangs.
+    """Return the innermost frames outside of libraries in the stacks of an attempt that hangs, for
+    example ``rank 1 at train.py:12 in load``.
 
-    ``stacks`` is faulthandler's output, with a heading for each of several processes. Processes
-    that are stopped come first. If no process has such a frame, the headings are returned.
+    Stopped processes come first. If no process has such a frame, the headings are returned.
+
+    Args:
+        stacks: faulthandler's output, with a heading for each of several processes.
     """
-    ranks = {match["pid"]: f"rank {match['rank']} " for match in _RANK.finditer(stacks)}
+    ranks = {heading["pid"]: heading["rank"] for heading in _RANK.finditer(stacks)}
     stopped: dict[str, str] = {}
     others: dict[str, str] = {}
-    for section in _OF_A_PROCESS.split(stacks):
-        frame = _own_frame(section)
+    for section in _START_OF_A_PROCESS.split(stacks):
+        frame = _trainer_frame_in(section)
         heading = _RANK.match(section)
         if heading is None:
             heading = _PROCESS.match(section)
@@ -122,64 +143,83 @@ def where_it_stands(stacks: str) -> str:
             stopped.setdefault(pid, f"is stopped by a signal {frame}".rstrip())
         elif frame:
             others[pid] = frame
-    places = []
-    for pid, where in (stopped | others).items():
-        process = f"process {pid} " if pid else ""
-        places.append(f"{ranks.get(pid, process)}{where}")
-    headings = (line for line in stacks.splitlines() if _PROCESS.match(line))
-    return shorten("; ".join(places or headings), _MOST_SHOWN)
+    places: list[str] = []
+    for pid, place in (stopped | others).items():
+        if pid in ranks:
+            places.append(f"rank {ranks[pid]} {place}")
+        elif pid:
+            places.append(f"process {pid} {place}")
+        else:
+            places.append(place)
+    if not places:
+        places = [line for line in stacks.splitlines() if _PROCESS.match(line)]
+    return shorten("; ".join(places), _MOST_SHOWN)
 
 
-def _own_frame(section: str) -> str:
-    """Return the trainer's innermost frame: the main thread's, else another thread's."""
-    threads = [(match[1], match[2].splitlines()) for match in _THREAD.finditer(section)]
+def _trainer_frame_in(section: str) -> str:
+    """Return the trainer's innermost frame in a process's stacks, empty if there is none. The main
+    thread's frame is preferred."""
+    main_threads: list[str] = []
+    other_threads: list[str] = []
+    for thread in _THREAD.finditer(section):
+        heading, frames = thread.groups()
+        is_main = "Current" in heading or "MainThread" in heading
+        threads = main_threads if is_main else other_threads
+        threads.append(frames)
     # faulthandler writes the main thread last.
-    threads.sort(key=lambda thread: "Current" in thread[0] or "MainThread" in thread[0])
-    for _, frames in reversed(threads):
-        for frame in _above_runner(frames):
-            is_own = not (_IS_A_LIBRARYS.search(frame) or _IS_OURS.search(frame))
+    for frames in reversed(other_threads + main_threads):
+        for frame in _frames_of_trainer(frames.splitlines()):
+            is_foreign = _IN_A_LIBRARY.search(frame) or _IN_ROBUST_TRAIN.search(frame)
             at = _FRAME.match(frame)
-            if is_own and at:
+            if at is not None and not is_foreign:
                 return f"at {at['file']}:{at['line']} in {at['function']}"
     return ""
 
 
-def memory_clue(stack: str) -> str:
-    """Return a clue if memory ran out in an import, or while a model was created, loaded or moved;
-    empty otherwise. A lazy import inside a step counts as the step."""
-    if _IS_IN_A_STEP.search(stack):
-        return ""
-    # Python removes importlib's own frames from most tracebacks.
-    if "<frozen importlib" in stack or stack.count(_MAIN) > 1:
-        return Clue.IMPORT
-    return Clue.MODEL if _MAKES_OR_MOVES_A_MODEL.search(stack) else ""
-
-
-def refined(meaning: Match | None, report: ErrorReport, stack: str) -> Match | None:
-    """Refine a match by words with the evidence of the stack."""
+def refine_match(match: Match | None, report: ErrorReport, stack: str) -> Match | None:
+    """Return the match of a report's words, corrected by its stack."""
     # A lock's file is in /dev/shm, which a container may lack. Only workers need such a file.
     if _MAKES_A_LOCK.search(stack):
         return Match(FailureKind.WORKER_DEATH, "multiprocessing")
-    types = report.types
-    text = report.text
-    if meaning is None:
-        # Without specific words it is a network failure only if the network's code raised it, or
-        # waited for it.
-        timed_out = "TimeoutError" in types or _TIMEOUT.search(text) is not None
-        where = stack if timed_out else stack.rpartition("File ")[2].partition("\n")[0]
-        if not report.is_programming_error and _IS_IN_NETWORK_CODE.search(where):
-            return Match(FailureKind.COMM, "http", Clue.DOWNLOAD)
-        return None
+    if match is None:
+        return _match_network_code(report, stack)
     is_in_loader = _IN_A_LOADER.search(stack) is not None
-    if is_in_loader and "ConnectionResetError" in types:
-        # This may be the first sign of a killed worker, if it was just handing over a batch.
+    if is_in_loader and "ConnectionResetError" in report.types:
+        # This is the first sign of a killed worker if it was handing over a batch.
         return Match(FailureKind.WORKER_DEATH, "torch", Clue.KILLED)
-    if meaning.kind.is_memory:
-        return replace(meaning, clue=memory_clue(stack) or meaning.clue)
-    # Workers have a context of their own, and hand each batch over by descriptors.
-    in_worker = _IN_WORKER.search(text) is not None
-    lacks_descriptors = _OPEN_FILES.search(text) is not None
-    is_out_of_descriptors = lacks_descriptors and (in_worker or is_in_loader)
-    if is_out_of_descriptors or (in_worker and meaning.kind is FailureKind.DEVICE_FAULT):
-        return Match(FailureKind.WORKER_DEATH, meaning.library)
-    return meaning
+    if match.kind.is_memory:
+        return replace(match, clue=_memory_clue(stack) or match.clue)
+    is_in_worker = _IN_WORKER.search(report.text) is not None
+    if is_in_worker and match.kind is FailureKind.DEVICE_FAULT:
+        # Each worker has a CUDA context of its own, so the training process is intact.
+        return Match(FailureKind.WORKER_DEATH, match.library)
+    if _OPEN_FILES.search(report.text) and (is_in_worker or is_in_loader):
+        # Workers hand over each batch by file descriptors.
+        return Match(FailureKind.WORKER_DEATH, match.library)
+    return match
+
+
+def _match_network_code(report: ErrorReport, stack: str) -> Match | None:
+    """Return a match for an error without known words if network code raised it, or waited until a
+    timeout."""
+    if report.is_programming_error:
+        return None
+    is_timeout = "TimeoutError" in report.types or _TIMEOUT.search(report.text) is not None
+    frames = stack
+    if not is_timeout:
+        # Only the innermost frame raised the error.
+        frames = stack.rpartition("File ")[2].partition("\n")[0]
+    if _IS_IN_NETWORK_CODE.search(frames):
+        return Match(FailureKind.COMM, "http", Clue.DOWNLOAD)
+    return None
+
+
+def _memory_clue(stack: str) -> str | None:
+    """Return a clue if memory ran out in an import, or while a model was created, loaded or moved.
+    A lazy import inside a step counts as the step."""
+    if _IS_IN_A_STEP.search(stack):
+        return None
+    # Python removes importlib's own frames from most tracebacks.
+    if "<frozen importlib" in stack or stack.count(_MAIN) > 1:
+        return Clue.IMPORT
+    return Clue.MODEL if _MAKES_OR_MOVES_A_MODEL.search(stack) else None

@@ -19,13 +19,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from robust_train.files import read_object, set_aside, sync, write_json
-from robust_train.folder.checkpoints import (
-    USELESS,
-    Manifest,
-    damage_in,
-    newest_checkpoint,
-    read_manifests,
-)
+from robust_train.folder.checkpoint_files import damage_in
+from robust_train.folder.checkpoints import USELESS, Manifest, newest_checkpoint, read_manifests
 from robust_train.folder.journal import attempts_in
 from robust_train.folder.provenance import changed_sources
 from robust_train.folder.state import read_summary

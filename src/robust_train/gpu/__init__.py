@@ -1,1 +1,1 @@
-"""The machine's GPUs: what there is, what we may use, which to take."""
+"""Reads the GPUs of this machine, finds out which of them may be used, and chooses among them."""

@@ -1,7 +1,7 @@
-"""Calls to the driver, and commands, that are abandoned after a few seconds.
+"""Calls the NVIDIA driver and runs commands with a time limit, in any process.
 
 A wedged driver blocks its callers in the kernel, where no signal reaches them. So a thread makes
-the call, and is abandoned if it does not return. No other call is made until it does.
+the call, and is abandoned if it does not return in time. No other call is made until it returns.
 """
 
 from __future__ import annotations
@@ -20,31 +20,30 @@ from typing import Any, TypeVar
 
 log = logging.getLogger("robust_train")
 
-
-_LAST_SECONDS = 0.5
+_LAST_SECONDS = 0.5  # the extra time for a call or a killed command to end
 
 _T = TypeVar("_T")
 
 
 class NoAnswerError(Exception):
-    """The driver or a command did not answer in time. The message names it and the seconds."""
+    """The driver or a command did not answer in time. The message names both."""
 
 
 class _Call:
     """A call in a thread of its own."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
-        # a forked child has neither the thread nor what it holds
+        # A forked child does not have the thread.
         self.pid = os.getpid()
         self.since = time.monotonic()
         self.answer: Future[Any] = Future()
         self._call = call
-        # the thread takes no Ctrl-Z: the kernel hands a signal to any thread that does, also while
-        # the main one blocks it
+        # The thread blocks Ctrl-Z. Otherwise the kernel would deliver it to this thread while the
+        # main thread blocks it.
         stops = {signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
         before = signal.pthread_sigmask(signal.SIG_BLOCK, stops)
         try:
-            # Thread.start() waits until it runs
+            # threading.Thread.start() would wait until the thread runs.
             _thread.start_new_thread(self._run, ())
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -55,56 +54,58 @@ class _Call:
         except BaseException as error:
             self.answer.set_exception(error)
 
-    def silence(self) -> NoAnswerError:
+    def no_answer(self) -> NoAnswerError:
+        seconds = time.monotonic() - self.since
         return NoAnswerError(
-            f"the NVIDIA driver has not answered for {time.monotonic() - self.since:.0f} s and may "
-            "be wedged (NVRM and Xid lines in dmesg have more; a reset of the GPU or a reboot of "
-            "the host helps)"
+            f"the NVIDIA driver has not answered for {seconds:.0f} s and may be wedged (see NVRM "
+            "and Xid lines in dmesg; a reset of the GPU or a reboot of the host helps)"
         )
 
 
+# The call that did not return in time, None if there is none.
 _hanging: _Call | None = None
 
 
 def ask(call: Callable[[], _T], limit_seconds: float) -> _T:
-    """Return the result of ``call``, or raise its exception, unless it takes longer than
-    ``limit_seconds``, or an earlier call hangs.
+    """Make a call to the driver in a thread. Return its result, or raise its exception.
 
     Raises:
-        NoAnswerError: it has not returned, and its thread is abandoned.
+        NoAnswerError: the call takes longer than ``limit_seconds``, or an earlier call still hangs.
     """
     global _hanging
     if _hanging is not None and _hanging.pid == os.getpid():
         if not _hanging.answer.done():
-            raise _hanging.silence()
+            raise _hanging.no_answer()
         log.info("the NVIDIA driver answers again")
     _hanging = None
     pending = _Call(call)
-    # a process that was stopped (Ctrl-Z) finds its time used up before the thread could continue
+    # If this process was stopped (Ctrl-Z), the limit passed while the thread was stopped too. So
+    # the thread gets some more time.
     for seconds in (limit_seconds, _LAST_SECONDS):
         with contextlib.suppress(NotInTime):
             pending.answer.exception(seconds)
     if not pending.answer.done():
         _hanging = pending
-        silence = pending.silence()
-        log.warning("%s", silence)
-        raise silence
+        error = pending.no_answer()
+        log.warning("%s", error)
+        raise error
     answer: _T = pending.answer.result()
     return answer
 
 
 def run_command(
-    command: Sequence[str],  # its standard input is empty, its session its own
-    limit_seconds: float,  # after that it is killed
-    environ: Mapping[str, str] = os.environ,  # its whole environment
+    command: Sequence[str],
+    limit_seconds: float,  # the time after which the command is killed
+    environ: Mapping[str, str] = os.environ,  # the command's whole environment
 ) -> subprocess.CompletedProcess[bytes]:
     """Run a command that may hang in the driver, and return its exit code and output.
 
-    Unlike ``subprocess.run`` it leaves a child behind that SIGKILL does not end.
+    The command has an empty standard input and its own session. Unlike ``subprocess.run``, this
+    function does not wait for a child that SIGKILL does not end.
 
     Raises:
-        NoAnswerError: it took too long.
-        OSError: it cannot be started.
+        NoAnswerError: the command took too long.
+        OSError: the command cannot be started.
     """
     child = subprocess.Popen(
         command,
@@ -132,8 +133,8 @@ def run_command(
 def printed_by(
     command: Sequence[str], limit_seconds: float, variables: Mapping[str, str] | None = None
 ) -> bytes | None:
-    """Call `run_command` for a program that may be missing, and return its output. None if it fails
-    or takes longer. ``variables`` are added to this process's environment."""
+    """Run a command and return its output. None if the program is missing, fails, or takes too
+    long. ``variables`` are added to this process's environment."""
     try:
         done = run_command(command, limit_seconds, {**os.environ, **(variables or {})})
     except (OSError, NoAnswerError):

@@ -1,9 +1,10 @@
-"""The order in which CUDA numbers this machine's GPUs, as CUDA's driver itself reports it.
+"""Reads the order in which CUDA numbers this machine's GPUs, from CUDA's driver.
 
-NVML numbers GPUs by PCI address, CUDA by default by undocumented rules. The launcher and
-``robust-train doctor`` need the order but must not start CUDA themselves. So :func:`cuda_order`
-runs this file as a script in a short-lived process without robust_train on its path, and the top of
-the file imports only the standard library. The other functions look at the calling process.
+NVML numbers GPUs by PCI address, and CUDA by default by undocumented rules. The launcher and
+``robust-train doctor`` need CUDA's order, but must not start CUDA themselves. So :func:`cuda_order`
+runs this file as a script in a short-lived process, where robust_train cannot be imported. For that
+reason the top of the file imports only the standard library. The other public functions read the
+order in the calling process, if CUDA runs there already.
 """
 
 from __future__ import annotations
@@ -24,9 +25,14 @@ class CudaOrderError(RuntimeError):
 
 
 def cuda_order(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return UUIDs (without ``GPU-`` or ``MIG-``) in CUDA's order with no mask set. A short-lived
-    process starts CUDA's driver, once for each ``CUDA_DEVICE_ORDER`` in ``environ``. Raises
-    CudaOrderError: the driver is missing or refuses."""
+    """Return the UUIDs of all GPUs in CUDA's order, without ``GPU-`` or ``MIG-``.
+
+    A short-lived process starts CUDA's driver. The result for each value of ``CUDA_DEVICE_ORDER``
+    in ``environ`` is cached.
+
+    Raises:
+        CudaOrderError: the driver is missing or reports an error.
+    """
     answer = _ask_fresh_process(environ.get("CUDA_DEVICE_ORDER"))
     if isinstance(answer, str):
         raise CudaOrderError(answer)
@@ -35,13 +41,14 @@ def cuda_order(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=8)
 def _ask_fresh_process(device_order: str | None) -> tuple[str, ...] | str:
+    """Return the UUIDs, or the reason why they are unknown."""
     hidden = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
     environ = {name: value for name, value in os.environ.items() if name not in hidden}
     if device_order is not None:
         environ["CUDA_DEVICE_ORDER"] = device_order
     from robust_train.gpu.bounded import NoAnswerError, run_command
 
-    # isolated (-I): the script's folder must not come before the standard library
+    # With -I, the script's folder does not come before the standard library.
     command = [sys.executable, "-I", "-S", __file__]
     try:
         done = run_command(command, _TIMEOUT_SECONDS, environ)
@@ -54,8 +61,11 @@ def _ask_fresh_process(device_order: str | None) -> tuple[str, ...] | str:
 
 
 def started_driver() -> ctypes.CDLL | None:
-    """Return CUDA's driver if something in this process has initialised it. Does not initialise it.
-    ``torch.cuda.is_initialized()`` is not enough: ``is_available()`` may start the driver."""
+    """Return CUDA's driver if it is initialised in this process, otherwise None.
+
+    ``torch.cuda.is_initialized()`` does not show this, because ``torch.cuda.is_available()`` may
+    initialise the driver too.
+    """
     try:
         driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
     except OSError:
@@ -65,16 +75,18 @@ def started_driver() -> ctypes.CDLL | None:
 
 
 def order_in_this_process() -> tuple[str, ...] | None:
-    """Return UUIDs (without ``GPU-`` or ``MIG-``) by CUDA ordinal, or None if CUDA has not
-    started."""
+    """Return the UUIDs of the GPUs that CUDA shows in this process, in its order and without
+    ``GPU-`` or ``MIG-``. None if CUDA has not started."""
     driver = started_driver()
+    if driver is None:
+        return None
     try:
-        return None if driver is None else _enumerate(driver)
+        return _list_uuids(driver)
     except CudaOrderError:
         return None
 
 
-def _enumerate(driver: ctypes.CDLL) -> tuple[str, ...]:
+def _list_uuids(driver: ctypes.CDLL) -> tuple[str, ...]:
     count = ctypes.c_int()
     _check("cuDeviceGetCount", driver.cuDeviceGetCount(ctypes.byref(count)))
     uuids = []
@@ -82,7 +94,7 @@ def _enumerate(driver: ctypes.CDLL) -> tuple[str, ...]:
         device = ctypes.c_int()
         _check("cuDeviceGet", driver.cuDeviceGet(ctypes.byref(device), ordinal))
         raw = (ctypes.c_ubyte * 16)()
-        # version 1 has a slice's parent's UUID
+        # Version 1 returns the UUID of a MIG slice's parent.
         _check("cuDeviceGetUuid_v2", driver.cuDeviceGetUuid_v2(raw, device))
         uuids.append(str(uuid.UUID(bytes=bytes(raw))))
     return tuple(uuids)
@@ -97,7 +109,7 @@ def _main() -> None:
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         _check("cuInit", driver.cuInit(0))
-        print(" ".join(_enumerate(driver)))
+        print(" ".join(_list_uuids(driver)))
     except (OSError, AttributeError, CudaOrderError) as error:
         sys.exit(str(error))
 

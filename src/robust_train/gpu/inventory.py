@@ -1,8 +1,9 @@
-"""Read the GPUs and their memory from NVML.
+"""Reads the GPUs of this machine and their memory from NVML, in any process.
 
-A call that fails concerns its own metric, or at most its own GPU. A call that hangs is abandoned.
-The session stays open while GPUs are read often, because opening a session may cost seconds. A job
-that waits for long closes it (`close_session`), because an open session blocks a reset of the GPUs.
+If a call fails, only its metric is unknown, or at most its GPU is skipped. A call that hangs is
+abandoned. The session stays open while GPUs are read often, because opening a session may take
+seconds. A process that reads them seldom closes it (`close_session`), because an open session
+blocks a reset of the GPUs.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -24,24 +25,36 @@ from robust_train.model.gpu import GpuInfo, GpuProcess, Inventory, SkippedGpu
 
 _T = TypeVar("_T")
 
-# where nothing keeps the driver awake, the first call wakes all GPUs, which takes seconds for each
+# The time limit of the first call. If no process uses the GPUs, that call wakes each of them, which
+# takes seconds.
 OPENING_SECONDS = 30.0
-_ANSWER_SECONDS = 5.0
+_ANSWER_SECONDS = 5.0  # the time limit of later calls
 _CLOSING_SECONDS = 1.0
-_HEALTH_SECONDS = 10.0
+_HEALTH_SECONDS = 10.0  # the time for which a GPU's health is not read again
 
 _COMPUTE_MODES = {0: "default", 1: "exclusive_thread", 2: "prohibited", 3: "exclusive_process"}
-# products that share the host's memory. A discrete card may lack its figures as well (no
-# permission, a fault), so the name decides
+# Products that share the host's memory. A discrete GPU may not report its memory either (no
+# permission, a fault), so the name decides.
 _INTEGRATED = re.compile(r"\b(GB10|Thor|Orin|Xavier|Tegra|nvgpu|Jetson|N1X)\b", re.IGNORECASE)
 
-# `nvmlClocksEventReason…` in nvml.h
+# The bits `nvmlClocksEventReason…` in nvml.h.
 _THROTTLES = {
     0x04: "power limit",
     0x08: "slowed down by the hardware",
     0x20: "too hot",
     0x40: "too hot, by the hardware",
     0x80: "power brake",
+}
+
+# The value `nvmlDeviceGpuRecoveryAction_t` in nvml.h.
+_RECOVERY = {
+    1: "it has to be reset (nvidia-smi --gpu-reset)",
+    2: "the host has to be rebooted",
+    3: "it has to be drained of peer-to-peer traffic",
+    4: "it has to be drained and reset",
+    5: "its IMEX domain has to be recovered (restart nvidia-imex on all nodes of the domain)",
+    6: "its bus has to be reset (nvidia-smi --gpu-reset does not suffice: reboot the host)",
+    7: "the whole system has to be rebooted, all nodes that share its NVLink switches",
 }
 
 NO_DRIVER = (
@@ -62,19 +75,19 @@ _NOT_LOADED = (
     "the NVIDIA kernel module is not loaded: modprobe nvidia, or reinstall the driver; "
     "inside a container, start it with GPU access, e.g. --gpus all"
 )
-_LOST = ": reboot the host (NVRM and Xid lines in dmesg have more)"
+_LOST = ": reboot the host (see NVRM and Xid lines in dmesg)"
 
 
 def read_inventory(*, processes: bool = True) -> Inventory:
-    """Return all GPUs of this machine as they are now, whatever CUDA_VISIBLE_DEVICES contains.
+    """Return the current state of all GPUs of this machine, whatever CUDA_VISIBLE_DEVICES contains.
 
-    Never raises because of a GPU or a driver: what cannot be read is in ``skipped`` with its
-    reason, and ``problem`` is the reason for nothing at all. Returns within 5 s (30 s for the
-    first call of a process) also if the driver hangs.
+    Never raises because of a GPU or a driver. A GPU that cannot be read is in ``skipped`` with the
+    reason, and ``problem`` has the reason if there are no GPUs at all. Returns within 5 s (30 s for
+    the first call of a process) even if the driver hangs.
 
     Args:
-        processes: also list who is on each GPU. That costs some milliseconds per GPU and contends
-            for a lock of the driver, so leave it out when polling.
+        processes: whether to list the processes on each GPU. That takes some milliseconds per GPU
+            and contends for a lock of the driver, so leave it out when polling.
     """
     limit_seconds = OPENING_SECONDS if known_session() is None else _ANSWER_SECONDS
     try:
@@ -84,7 +97,8 @@ def read_inventory(*, processes: bool = True) -> Inventory:
 
 
 def find_gpu(name: str) -> GpuInfo | None:
-    """Return the GPU (or MIG slice) with this number, or whose UUID begins so, as it is now."""
+    """Return the current state of a GPU or MIG slice, None if it does not exist. ``name`` is its
+    number or the start of its UUID."""
     for gpu in read_inventory(processes=False).gpus:
         if gpu.uuid.startswith(name) or str(gpu.index) == name:
             return gpu
@@ -92,7 +106,7 @@ def find_gpu(name: str) -> GpuInfo | None:
 
 
 def ask_health_again() -> None:
-    """Make the next call read the GPUs' health again, however recently it was read."""
+    """Make the next call read the GPUs' health again, even if it was read a moment ago."""
     session = known_session()
     if session is not None:
         session.health.clear()
@@ -100,12 +114,13 @@ def ask_health_again() -> None:
 
 def known_session() -> NvmlSession | None:
     """Return this process's session, None if it has none."""
-    session = _session  # another thread may forget it
-    return session if session is not None and session.pid == os.getpid() else None
+    session = _session  # Another thread may set the global to None.
+    is_own = session is not None and session.pid == os.getpid()
+    return session if is_own else None
 
 
 def close_session() -> None:
-    """End this process's session, if any. A driver that hangs gets a second."""
+    """End this process's session if it has one. A driver that hangs is abandoned after a second."""
     session = known_session()
     forget_session()
     if session is not None:
@@ -128,7 +143,7 @@ def _read_inventory(processes: bool) -> Inventory:
             return session.read(processes)
         except _NoGpusError as error:
             problem = str(error)
-            forget_session()  # the driver may have been reloaded under it
+            forget_session()  # The driver may have been reloaded since it was opened.
     if problem == NO_DRIVER:
         other = accelerator_without_nvml()
         return Inventory(problem=other or problem, may_have_gpus=other is not None)
@@ -144,7 +159,8 @@ def _open_session() -> NvmlSession:
     if not hasattr(pynvml, "nvmlMemory_v2"):
         raise _NoGpusError(_LEGACY_BINDING)
     try:
-        # after a fork only this: a shutdown would act on the parent's session
+        # In a forked child the parent's session is not shut down, because that would affect the
+        # parent.
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         raise _no_gpus(pynvml, error) from None
@@ -153,10 +169,11 @@ def _open_session() -> NvmlSession:
 
 
 class _NoGpusError(Exception):
-    """No session exists, or it ended. The message gives the reason and the fix."""
+    """No session can be opened, or it ended. The message gives the reason and the fix."""
 
 
 def _no_gpus(nvml: Any, error: Exception) -> _NoGpusError:
+    """Return the error to raise for an error of NVML."""
     sentences = {
         nvml.NVML_ERROR_LIBRARY_NOT_FOUND: NO_DRIVER,
         nvml.NVML_ERROR_DRIVER_NOT_LOADED: _NOT_LOADED,
@@ -167,19 +184,19 @@ def _no_gpus(nvml: Any, error: Exception) -> _NoGpusError:
 
 
 class _UnreadableError(Exception):
-    """A GPU cannot be used for a reason that NVML did not raise."""
+    """A GPU cannot be used, although NVML raised no error."""
 
 
 @dataclass(frozen=True)
 class _Device:
-    """Properties of a GPU or a MIG slice that do not change, with its handle."""
+    """The handle of a GPU or a MIG slice, and its properties that do not change."""
 
     index: int
     handle: Any
     uuid: str
     name: str
     pci_bus_id: str
-    parent: _Device | None = None  # the GPU of which it is a slice
+    parent: _Device | None = None  # the GPU of a MIG slice
 
 
 class NvmlSession:
@@ -196,6 +213,11 @@ class NvmlSession:
         self._cuda = f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else None
 
     def read(self, processes: bool) -> Inventory:
+        """Return the current state of all GPUs.
+
+        Raises:
+            _NoGpusError: the session has ended.
+        """
         try:
             count = self.nvml.nvmlDeviceGetCount()
         except self.nvml.NVMLError as error:
@@ -210,16 +232,18 @@ class NvmlSession:
             try:
                 gpus += self._read_gpu(index, processes)
             except (self.nvml.NVMLError, ValueError, _UnreadableError) as error:
-                # a handle of a GPU that was lost can crash the driver's library
+                # The handle of a lost GPU can crash the driver's library, so it is dropped.
                 lost = self._known.pop(index, None)
                 uuid = None if lost is None else lost.uuid
-                is_lost = isinstance(error, self.nvml.NVMLError_GpuIsLost)
-                reason = f"{error}{_LOST * is_lost}"
+                reason = str(error)
+                if isinstance(error, self.nvml.NVMLError_GpuIsLost):
+                    reason += _LOST
                 skipped.append(SkippedGpu(index, reason, uuid))
-        # the sort is stable: the slices of a GPU stay in NVML's order
+        # The sort is stable, so the slices of a GPU stay in NVML's order.
         gpus.sort(key=lambda gpu: gpu.pci_bus_id)
         is_complete = not skipped and not any(gpu.parent_uuid for gpu in gpus)
-        if is_complete:  # CUDA_DEVICE_ORDER=PCI_BUS_ID
+        if is_complete:
+            # CUDA uses these numbers with CUDA_DEVICE_ORDER=PCI_BUS_ID.
             gpus = [replace(gpu, cuda_index=n) for n, gpu in enumerate(gpus)]
         return Inventory(
             tuple(gpus),
@@ -237,17 +261,17 @@ class NvmlSession:
         return f"none of the {len(skipped)} GPUs here can be used: {reasons}"
 
     def _read_gpu(self, index: int, processes: bool) -> list[GpuInfo]:
-        """Return a GPU, or its slices if it is sliced. Transient NVML errors are ignored."""
+        """Return a GPU, or its MIG slices. It is read a second time after a transient error."""
         try:
             return self._read_gpu_once(index, processes)
         except self.nvml.NVMLError as error:
-            passing = (
+            transient = (
                 self.nvml.NVML_ERROR_TIMEOUT,
                 self.nvml.NVML_ERROR_IN_USE,
                 self.nvml.NVML_ERROR_INSUFFICIENT_RESOURCES,
                 self.nvml.NVML_ERROR_NOT_READY,
             )
-            if error.value not in passing:
+            if error.value not in transient:
                 raise
             return self._read_gpu_once(index, processes)
 
@@ -255,8 +279,9 @@ class NvmlSession:
         device = self._known.get(index)
         if device is None:
             handle = self.nvml.nvmlDeviceGetHandleByIndex(index)
-            device = self._known[index] = self._device(index, handle)
-        # MIG may be turned on at any time; most GPUs know no such mode
+            device = self._open_device(index, handle)
+            self._known[index] = device
+        # MIG may be turned on at any time. Most GPUs do not support it.
         mig = self._optional(self.nvml.nvmlDeviceGetMigMode, device.handle)
         if mig is not None and mig[0] == self.nvml.NVML_DEVICE_MIG_ENABLE:
             gpus_read = self._read_slices(device, processes)
@@ -267,7 +292,7 @@ class NvmlSession:
             return gpus_read
         return [replace(gpu, unusable=why, owned=False) for gpu in gpus_read]
 
-    def _device(self, index: int, handle: Any, parent: _Device | None = None) -> _Device:
+    def _open_device(self, index: int, handle: Any, parent: _Device | None = None) -> _Device:
         name = self._optional(self.nvml.nvmlDeviceGetName, handle)
         unknown = "unknown GPU" if parent is None else f"{parent.name} MIG"
         return _Device(
@@ -286,18 +311,18 @@ class NvmlSession:
         return f"{pci.domain:08x}:{pci.bus:02x}:{pci.device:02x}.0"
 
     def _read_slices(self, parent: _Device, processes: bool) -> list[GpuInfo]:
-        """Return the slices of a GPU: nothing can run on it as a whole while MIG is on."""
+        """Return the MIG slices of a GPU. While MIG is on, no program can use the whole GPU."""
         nvml = self.nvml
         slices: list[GpuInfo] = []
-        reason = "MIG is on but no slice has been made: nvidia-smi mig -cgi … -C"
+        reason = "MIG is on, but no slice exists: create one with nvidia-smi mig -cgi … -C"
         most = self._optional(nvml.nvmlDeviceGetMaxMigDeviceCount, parent.handle)
         get = nvml.nvmlDeviceGetMigDeviceHandleByIndex
         for slot in range(most or 0):
             handle = self._optional(get, parent.handle, slot)
-            if handle is None:  # an empty slot
+            if handle is None:  # The slot is empty.
                 continue
             try:
-                device = self._device(parent.index, handle, parent)
+                device = self._open_device(parent.index, handle, parent)
                 slices.append(self._read_device(device, processes))
             except (nvml.NVMLError, ValueError, _UnreadableError) as error:
                 reason = f"its MIG slices cannot be read: {error}"
@@ -325,29 +350,29 @@ class NvmlSession:
             utilization_percent=None if utilization is None else utilization.gpu,
             compute_mode=compute_mode,
             processes=self._read_processes(handle) if processes else None,
-            throttled=self._throttled(handle) if processes else None,
+            throttled=self._why_throttled(handle) if processes else None,
             parent_uuid=None if parent is None else parent.uuid,
             unified_memory=is_unified,
-            **self._read_mode(handle, compute_mode),
+            **self._consequences_of_mode(handle, compute_mode),
         )
 
-    def _throttled(self, handle: Any) -> str | None:
-        """Return why the clocks are low, of heat or power."""
+    def _why_throttled(self, handle: Any) -> str | None:
+        """Return why heat or power limits the clocks, None if nothing does."""
         bits = 0
-        # which is known depends on the binding's age
+        # The name of the call depends on the version of the binding.
         for name in ("Throttle", "Event"):
             read = getattr(self.nvml, f"nvmlDeviceGetCurrentClocks{name}Reasons", None)
             if read is not None and not bits:
                 bits = self._optional(read, handle) or 0
         return ", ".join(text for bit, text in _THROTTLES.items() if bits & bit) or None
 
-    def _read_mode(self, handle: Any, compute_mode: str) -> dict[str, Any]:
-        """Return what the compute mode means for a job that would start now, as GpuInfo has it."""
+    def _consequences_of_mode(self, handle: Any, compute_mode: str) -> dict[str, Any]:
+        """Return the fields of `GpuInfo` that depend on the compute mode, such as ``unusable``."""
         if compute_mode == "prohibited":
             return {"unusable": "compute mode is prohibited"}
         if not compute_mode.startswith("exclusive"):
             return {}
-        # a graphics process does not count: the mode is about CUDA contexts
+        # A graphics process does not count, because the mode only limits CUDA contexts.
         owners = self._list_processes(handle, "Compute") or []
         if any(is_mps_server(owner.pid) for owner in owners):
             return {"mps": True}
@@ -357,11 +382,11 @@ class NvmlSession:
         return {"unusable": why, "owned": True}
 
     def _read_memory(self, device: _Device) -> tuple[int, int, int, bool]:
-        """Return total, free and used bytes, and whether they are the host's."""
+        """Return total, free and used bytes, and whether the memory is the host's."""
         nvml = self.nvml
         handle = device.handle
-        # version 2 of the call does not count the driver's own memory as used; some drivers have
-        # its symbol and refuse it (seen on WSL)
+        # Version 2 of the call does not count the driver's own memory as used. Some drivers, such
+        # as WSL's, have the call but do not support it.
         memory = self._optional(nvml.nvmlDeviceGetMemoryInfo, handle, nvml.nvmlMemory_v2)
         problem = "NVML reports no memory for it (a total of 0)"
         try:
@@ -396,49 +421,42 @@ class NvmlSession:
         return self._optional(call, handle)
 
     def _health_of(self, device: _Device) -> str | None:
-        """Return why no job should start on a GPU. It seldom changes, so it is not read each
-        time."""
+        """Return why no job should start on a GPU, None if it is healthy. The answer is kept for
+        some seconds, because it seldom changes."""
         now = time.monotonic()
-        read_at, why = self.health.get(device.index, (-_HEALTH_SECONDS, None))
+        read_at, fault = self.health.get(device.index, (-_HEALTH_SECONDS, None))
         if now - read_at >= _HEALTH_SECONDS:
-            why = next(self._faults(device.handle), None)
-            self.health[device.index] = (now, why)
-        return why
+            fault = self._find_fault(device.handle)
+            self.health[device.index] = (now, fault)
+        return fault
 
-    def _faults(self, handle: Any) -> Iterator[str]:
-        """Yield what is wrong with a whole GPU, as far as it reports that."""
+    def _find_fault(self, handle: Any) -> str | None:
+        """Return the first fault that a GPU reports, None if it reports none."""
         nvml = self.nvml
         field = getattr(nvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", 230)
         answers = self._optional(nvml.nvmlDeviceGetFieldValues, handle, [field])
-        # each field has a return code of its own; on some drivers the value is of another width
-        if answers and answers[0].nvmlReturn == 0 and (action := answers[0].value.uiVal):
-            what = _RECOVERY.get(action, f"it needs recovery action {action}")
-            yield f"the driver reports that {what}"
-        # since Ampere: memory rows that failed are replaced by spare ones, while there are some
+        # Each field has its own return code.
+        if answers and answers[0].nvmlReturn == 0:
+            action = answers[0].value.uiVal
+            if action:
+                what = _RECOVERY.get(action, f"it needs recovery action {action}")
+                return f"the driver reports that {what}"
+        # Since Ampere, spare memory rows replace failed rows as long as there are any.
         rows = self._optional(nvml.nvmlDeviceGetRemappedRows, handle)
         if rows is not None and rows[3]:
-            yield "a memory row failed and could not be remapped"
-        # before Ampere: pages that failed are retired at the next reset
+            return "a memory row failed and could not be remapped"
+        # Before Ampere, failed memory pages are retired at the next reset.
         if self._optional(nvml.nvmlDeviceGetRetiredPagesPendingStatus, handle):
-            yield "memory pages wait to be retired: reset it or reboot"
+            return "memory pages wait to be retired: reset it or reboot"
+        return None
 
     def _optional(self, call: Callable[..., _T], *args: Any) -> _T | None:
-        """Return a metric that a GPU may lack: None on any error."""
+        """Return a metric that a GPU may lack, None on any error."""
         try:
             return call(*args)
-        except (self.nvml.NVMLError, ValueError):  # or a text that is none
+        except (self.nvml.NVMLError, ValueError):  # ValueError: a name is not valid UTF-8.
             return None
 
 
-# nvmlDeviceGpuRecoveryAction_t
-_RECOVERY = {
-    1: "it has to be reset (nvidia-smi --gpu-reset)",
-    2: "the host has to be rebooted",
-    3: "it has to be drained of peer-to-peer traffic",
-    4: "it has to be drained and reset",
-    5: "its IMEX domain has to be recovered (restart nvidia-imex on all nodes of the domain)",
-    6: "its bus has to be reset (nvidia-smi --gpu-reset does not suffice: reboot the host)",
-    7: "the whole system has to be rebooted, all nodes that share its NVLink switches",
-}
-
+# The open session of this process, or after a fork of its parent.
 _session: NvmlSession | None = None

@@ -1,4 +1,7 @@
-"""Accelerators that robust-train sees and does not use, by the traces that their drivers leave."""
+"""Recognises accelerators that robust-train does not use, by the files of their drivers.
+
+`inventory` calls this on a machine without NVML, to explain why no GPU is found.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ _JETSON = ("dev/nvhost-gpu", "dev/nvhost-ctrl-gpu", "etc/nv_tegra_release")
 _INTEL = "0x8086"  # PCI's number of the vendor
 
 ABSENT = "libnvidia-ml.so.1"
-"""The library without which nothing is known of GPUs."""
+"""The NVML library, which is missing on such a machine."""
 
 
 def accelerator_without_nvml(root: Path = Path("/")) -> str | None:
     """Return a sentence about an accelerator on a machine without NVML, or None if there is
     none."""
     if not _is_absent(ABSENT):
-        # it is damaged, or hidden on purpose
+        # The library exists, but is damaged or hidden on purpose.
         return None
     if any((root / trace).exists() for trace in _JETSON):
         return f"this is a Jetson, whose driver has no NVML here; {_NOT_USED}"
@@ -34,7 +37,7 @@ def accelerator_without_nvml(root: Path = Path("/")) -> str | None:
     if _has_intel_gpu(root) and torch_built_for("xpu") is not None:
         return f"this machine has an Intel GPU, and torch is built for it; {_NOT_USED}"
     if sys.platform == "darwin":
-        return f"Apple's GPU (MPS) is here; {_NOT_USED}"
+        return f"this machine has an Apple GPU (MPS); {_NOT_USED}"
     return None
 
 

@@ -1,6 +1,7 @@
-"""Choose a GPU, and explain why others are unsuitable.
+"""Chooses among GPUs, and explains why GPUs are unsuitable.
 
-Pure functions over frozen values, except for `find_best_device`, which works without a launcher.
+The launcher, the queue and commands call these functions. They are pure, except for
+`find_best_device`, which a program calls that has no launcher.
 """
 
 from __future__ import annotations
@@ -22,13 +23,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("robust_train")
 
+# A GPU without listed processes counts as used from this utilization or this much memory on.
 _BUSY_PERCENT = 10
 _BUSY_BYTES = 2 * GIB
 
 
 def rank(gpus: Sequence[GpuInfo], min_bytes: int) -> list[GpuInfo]:
-    """Return the GPUs that a job needing ``min_bytes`` could start on now, best first. Most free
-    memory comes first, then the least busy (unknown last), then the lowest PCI address."""
+    """Return the GPUs on which a job that needs ``min_bytes`` could start now, best first.
+
+    The GPU with the most free memory comes first, then the least busy GPU (unknown last), then the
+    lowest PCI address.
+    """
     suitable = [gpu for gpu in gpus if gpu.unusable is None and gpu.free_bytes >= min_bytes]
     return sorted(suitable, key=lambda gpu: (-gpu.free_bytes, tie_breaker(gpu)))
 
@@ -40,30 +45,39 @@ def tie_breaker(gpu: GpuInfo) -> tuple[int, str, str]:
 
 
 def choose_group(gpus: Sequence[GpuInfo], count: int) -> Group:
-    """Return ``count`` of the GPUs, which are best first, or none if they are too few. They have
-    the same model if enough of them do, because a group is as slow as its slowest GPU."""
+    """Return the best ``count`` of the GPUs, empty if there are too few.
+
+    They are of the same model if possible, because a group is as slow as its slowest GPU.
+
+    Args:
+        gpus: the candidates, best first.
+        count: the number of GPUs that the job needs.
+    """
     alike: dict[tuple[str, int], list[GpuInfo]] = {}
     for gpu in gpus:
         group = alike.setdefault((gpu.name, gpu.total_bytes), [])
         group.append(gpu)
         if len(group) == count:
             return tuple(group)
-    return tuple(gpus[:count]) if len(gpus) >= count else ()
+    if len(gpus) < count:
+        return ()
+    return tuple(gpus[:count])
 
 
 def can_be_one_of(gpu: GpuInfo, count: int) -> bool:
-    """Return whether a job of ``count`` GPUs can have this GPU. CUDA shows a process only a single
+    """Return whether a job of ``count`` GPUs can use this GPU. CUDA shows a process only a single
     MIG slice."""
     return count == 1 or gpu.parent_uuid is None
 
 
 def could_ever_fit(gpu: GpuInfo, min_bytes: int) -> bool:
-    """Return whether it is large enough, readable, and open to computing."""
-    return gpu.compute_mode != "prohibited" and 0 < gpu.total_bytes >= min_bytes
+    """Return whether a GPU is large enough, readable, and allows CUDA programs."""
+    is_readable = gpu.total_bytes > 0
+    return is_readable and gpu.total_bytes >= min_bytes and gpu.compute_mode != "prohibited"
 
 
 def explain(gpus: Sequence[GpuInfo], min_bytes: int) -> str:
-    """Return the requirements, and why each GPU does not meet them, in one line."""
+    """Return the required memory, and the reason why each GPU is unsuitable, in one line."""
     parts = []
     for gpu in gpus:
         why = gpu.unusable
@@ -79,7 +93,8 @@ def label(gpu: GpuInfo) -> str:
 
 
 def describe_process(process: GpuProcess, holders: Mapping[int, GpuUser]) -> str:
-    """Return ``python (pid 812, ada) 14000 MiB``, as far as it is known."""
+    """Return a process for a sentence: ``python (pid 812, ada) 14000 MiB``. Unknown parts are left
+    out."""
     holder = holders.get(process.pid)
     who = f"pid {process.pid}"
     if holder is not None:
@@ -88,9 +103,16 @@ def describe_process(process: GpuProcess, holders: Mapping[int, GpuUser]) -> str
 
 
 def others_on(gpu: GpuInfo, holders: Mapping[int, GpuUser], ours: Collection[int] = ()) -> str:
-    """Describe the other users of a GPU that was read with its processes. Empty if only ``ours``
-    compute there. If processes are not listed (in a container, under WSL), memory and utilisation
-    show them."""
+    """Describe the other processes that compute on a GPU, empty if there are none.
+
+    In a container or under WSL, NVML may list no processes. Then used memory and utilization show
+    that other processes exist.
+
+    Args:
+        gpu: a GPU that was read with its processes.
+        holders: the names of processes, by process id.
+        ours: the process ids of the job.
+    """
     listed = gpu.processes or ()
     computing = [process for process in listed if process.computes and process.pid not in ours]
     if computing:
@@ -104,24 +126,26 @@ def others_on(gpu: GpuInfo, holders: Mapping[int, GpuUser], ours: Collection[int
 
 
 def idlest(gpus: Sequence[GpuInfo], ours: Collection[int] = ()) -> GpuInfo | None:
-    """Return the best GPU on which only ``ours`` compute, or None."""
-    free = [gpu for gpu in gpus if not others_on(gpu, {}, ours)]
-    return next(iter(rank(free, 0)), None)
+    """Return the best GPU on which no other process computes, None if there is none."""
+    ranked = rank([gpu for gpu in gpus if not others_on(gpu, {}, ours)], 0)
+    return ranked[0] if ranked else None
 
 
 def find_best_device(min_memory_mb: int = 4000) -> torch.device:
     """Return the GPU with the most free memory as a device for this process, or the CPU.
 
-    Considers only GPUs that CUDA_VISIBLE_DEVICES shows. A log line gives the reason for the CPU.
-    Does not wait, reserve, or start CUDA. If neither CUDA_VISIBLE_DEVICES nor CUDA_DEVICE_ORDER is
-    set and CUDA has not started, this sets CUDA_DEVICE_ORDER=PCI_BUS_ID in ``os.environ``. Without
-    it, the same number could mean another GPU when CUDA starts.
+    Only GPUs that CUDA_VISIBLE_DEVICES shows are considered. If the CPU is returned, a log line
+    says why. The function does not wait, reserve a GPU, or start CUDA.
+
+    If neither CUDA_VISIBLE_DEVICES nor CUDA_DEVICE_ORDER is set and CUDA has not started, the
+    function sets CUDA_DEVICE_ORDER=PCI_BUS_ID in ``os.environ``. Otherwise the same number could
+    mean another GPU when CUDA starts.
 
     Args:
         min_memory_mb: the required free memory, in MiB.
 
     Returns:
-        ``cuda:0`` and so on as this process counts, or ``cpu``.
+        ``cuda:0`` and so on, in this process's numbering, or ``cpu``.
     """
     import torch
 
@@ -131,8 +155,9 @@ def find_best_device(min_memory_mb: int = 4000) -> torch.device:
     ordinals, why = _addressable_gpus()
     gpus = tuple(ordinals)
     min_bytes = min_memory_mb * MIB
-    for best in rank(gpus, min_bytes):
-        return torch.device("cuda", ordinals[best])
+    ranked = rank(gpus, min_bytes)
+    if ranked:
+        return torch.device("cuda", ordinals[ranked[0]])
     if gpus:
         why = f"no suitable GPU: {explain(gpus, min_bytes)}"
     log.info("training on the CPU: %s", why)
@@ -140,20 +165,23 @@ def find_best_device(min_memory_mb: int = 4000) -> torch.device:
 
 
 def _addressable_gpus() -> tuple[dict[GpuInfo, int], str]:
-    """Return GPUs with their CUDA ordinals in this process, and why there are none."""
+    """Return the GPUs with their CUDA ordinals in this process, and why there are none."""
     started = order_in_this_process()
     if started is not None:
-        # what the environment contains now no longer counts
+        # Once CUDA has started, the environment no longer matters.
         inventory = read_inventory(processes=False)
-        here = {gpu.uuid.partition("-")[2]: gpu for gpu in inventory.gpus}
-        numbers = {here[uuid]: n for n, uuid in enumerate(started) if uuid in here}
-        return numbers, inventory.problem or "CUDA sees no GPU in this process"
+        by_uuid = {gpu.uuid.partition("-")[2]: gpu for gpu in inventory.gpus}
+        known = {by_uuid[uuid]: n for n, uuid in enumerate(started) if uuid in by_uuid}
+        return known, inventory.problem or "CUDA sees no GPU in this process"
     if VARIABLE not in os.environ:
-        # a mask of numbers would mean other GPUs under another order, so not beside a mask
+        # With a mask of numbers, another order would change the visible GPUs.
         os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     visible = visible_gpus(read_inventory(processes=False), os.environ)
     if visible.warning:
         log.warning("%s", visible.warning)
-    ordinals = {gpu: visible.ordinal(gpu.uuid) for gpu in visible.gpus}
-    numbers = {gpu: ordinal for gpu, ordinal in ordinals.items() if ordinal is not None}
-    return numbers, visible.why_none
+    addressable: dict[GpuInfo, int] = {}
+    for gpu in visible.gpus:
+        ordinal = visible.ordinal(gpu.uuid)
+        if ordinal is not None:
+            addressable[gpu] = ordinal
+    return addressable, visible.why_none

@@ -23,7 +23,7 @@ from robust_train.attempt.last_save import save_last_again, settle_by_best
 from robust_train.attempt.run import Run, live_of
 from robust_train.compat import intercept_saves, load_best, save_trainer
 from robust_train.config.trainers import require
-from robust_train.folder.checkpoints import is_whole
+from robust_train.folder.checkpoint_files import is_whole
 from robust_train.integrations.sample_order import SampleOrder, order_of_epochs
 from robust_train.integrations.steering import (
     Steps,

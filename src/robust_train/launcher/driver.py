@@ -26,9 +26,9 @@ from robust_train.model.exit import Exit
 from robust_train.model.gpu import Group
 from robust_train.model.spec import Decision, GiveUp, Retry
 from robust_train.policy.context import Offers
-from robust_train.policy.decide import decide, first_decision, on_gpus
-from robust_train.policy.giving_up import cannot_work
-from robust_train.policy.sizes import PolicySettings
+from robust_train.policy.decide import decide, first_decision, place_on_gpus
+from robust_train.policy.giving_up import describe_setup_failure
+from robust_train.policy.settings import PolicySettings
 from robust_train.queue.devices import Devices
 from robust_train.queue.waiting import NoGpu, WaitStatus
 
@@ -197,7 +197,7 @@ class HostDriver(Driver):
             return outcome.reason
         if room.gpu_uuids:
             return retry
-        return on_gpus(policy, history, retry, outcome)
+        return place_on_gpus(policy, history, retry, outcome)
 
     def decide(self, policy: PolicySettings, history: tuple[Attempt, ...]) -> Decision:
         """Return the decision after a failed attempt, given the GPUs that are available now."""
@@ -208,7 +208,7 @@ class HostDriver(Driver):
             offers = self.devices.offers() if last.spec.gpus else Offers()
             return decide(policy, self._plan.remedies, history, offers)
         if last.cuda_cannot_work:
-            return GiveUp(cannot_work(failure))
+            return GiveUp(describe_setup_failure(failure))
         hint = "; train_robust.py would continue" if failure.kind.is_memory else ""
         return GiveUp(failure.message + hint)
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from robust_train.config.attempt import AttemptRequest
 from robust_train.failures import classify_exit
-from robust_train.failures.advice import cuda_versions, with_advice
-from robust_train.failures.exits import by_oom_killer
+from robust_train.failures.advice import describe_cuda_versions, with_advice
+from robust_train.failures.exits import blame_oom_killer
 from robust_train.failures.stack import NativeStack, native_stack_in
 from robust_train.launcher.plan import Plan
 from robust_train.launcher.script_output import (
@@ -80,7 +80,7 @@ def _find_failure(attempt: Attempt, crash: NativeStack | None) -> Failure | None
         if isinstance(attempt.script, ScriptEnded) and not is_interrupted:
             return name_refused_file(classify_script_exit(attempt.script, end), attempt)
         if end.oom_killed:
-            return by_oom_killer(ending.failure)
+            return blame_oom_killer(ending.failure)
         return ending.failure
     if end.was_stopped:
         why = "did not stop in time and was killed"
@@ -136,7 +136,7 @@ def _cut_middle(text: str, longest: int) -> str:
 
 def add_advice(attempt: Attempt, plan: Plan) -> Attempt:
     """Return the attempt with advice on its failure, worded for the job's keys."""
-    versions = cuda_versions(attempt, plan.config)
+    versions = describe_cuda_versions(attempt, plan.config)
     return plan.words.attempt(with_advice(attempt, plan.config, versions))
 
 

@@ -49,8 +49,9 @@ from robust_train.model.feature import Feature
 from robust_train.model.gpu import Group
 from robust_train.model.spec import AttemptSpec, Decision, GiveUp, Retry
 from robust_train.policy.context import Offers
-from robust_train.policy.decide import Remedies, decide, first_attempt, shared_among
-from robust_train.policy.sizes import PolicySettings, size_to_begin_with
+from robust_train.policy.decide import Remedies, decide, first_attempt, share_among
+from robust_train.policy.first_size import choose_first_size
+from robust_train.policy.settings import PolicySettings
 from robust_train.queue.devices import Devices
 from robust_train.queue.waiting import WaitStatus
 
@@ -196,7 +197,7 @@ class RankDriver(Driver):
         )
         policy = replace(policy, config=config)
         spec = replace(first_attempt(policy, ()), gpus=gpus)
-        spec, why = size_to_begin_with(policy, (), spec)
+        spec, why = choose_first_size(policy, (), spec)
         first = Retry(spec, "start", why)
         is_fresh = False
         failures = RankFailures(self.plan.run_dir)
@@ -206,7 +207,7 @@ class RankDriver(Driver):
             is_fresh = decided is None
             first = decided or first
             # The engine may have started more or fewer ranks than last time.
-            spec = shared_among(policy, first.spec, self.guest.world_size)
+            spec = share_among(policy, first.spec, self.guest.world_size)
             first = replace(first, spec=spec)
         number = beginning.attempts + 1
         checkpoint = None

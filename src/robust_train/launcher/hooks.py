@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from robust_train.host.signals import SignalWatch
     from robust_train.launcher.driver import Driver
     from robust_train.launcher.plan import Plan
-    from robust_train.policy.sizes import PolicySettings
+    from robust_train.policy.settings import PolicySettings
 
 log = logging.getLogger("robust_train")
 

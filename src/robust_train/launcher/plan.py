@@ -27,7 +27,7 @@ from robust_train.gpu.visible import numbers_gpus
 from robust_train.host.allocator import exported_expandable_segments, is_wsl
 from robust_train.model.feature import Feature, load_named
 from robust_train.policy.decide import Remedies
-from robust_train.policy.sizes import PolicySettings
+from robust_train.policy.settings import PolicySettings
 
 
 @dataclass(frozen=True)

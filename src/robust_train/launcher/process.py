@@ -25,7 +25,7 @@ from robust_train.children.interpreters import (
 from robust_train.config.attempt import AttemptRequest, Preparation, early_imports
 from robust_train.config.trainers import TrainerRef
 from robust_train.failures.exits import signal_of
-from robust_train.failures.shortage import no_room_to_import
+from robust_train.failures.shortage import explain_failed_import
 from robust_train.host.memory import read_host_memory
 from robust_train.host.signals import SignalWatch
 from robust_train.launcher.running_attempt import RunningAttempt
@@ -269,7 +269,7 @@ class ProcessExecutor:
             ConfigError: a limit of this process leaves no room for an interpreter, or an
                 interpreter that imports nothing has ended for the second time.
         """
-        problem = no_room_to_import(next(iter(self._modules), "Python"), None)
+        problem = explain_failed_import(next(iter(self._modules), "Python"), None)
         if problem:
             raise ConfigError(problem)
         number = signal_of(returncode)

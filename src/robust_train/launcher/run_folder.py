@@ -286,7 +286,7 @@ class RunFolder:
 
     def record_attempt_start(self, attempt: Attempt) -> None:
         """Log and record the start of an attempt. The first attempt makes the launch count."""
-        narration.announce(attempt.number, attempt.spec)
+        narration.log_start(attempt.number, attempt.spec)
         self._lock.check()
         if not self._is_counted:
             self._is_counted = True

@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from robust_train.children.interpreters import Interpreter, Interpreters
 from robust_train.config.attempt import AttemptRequest, Begin
-from robust_train.failures.exits import last_shortage_in
+from robust_train.failures.memory_messages import find_last_shortage
 from robust_train.host.linux import TICK_SECONDS, wait_until_readable
 from robust_train.host.memory import OomKillWatch
 from robust_train.host.screen import show_waiting
@@ -409,4 +409,4 @@ def _find_shortage(request: AttemptRequest) -> str:
             log_end = file.read().decode(errors="replace")
     except OSError:
         return ""
-    return last_shortage_in(strip_escapes(log_end))
+    return find_last_shortage(strip_escapes(log_end))

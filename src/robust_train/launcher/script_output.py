@@ -11,8 +11,7 @@ import re
 from dataclasses import replace
 
 from robust_train.failures import classify_exit
-from robust_train.failures.exits import in_order
-from robust_train.failures.printed import since_progress
+from robust_train.failures.printed import drop_before_last_steps, put_final_error_last
 from robust_train.failures.stack import TRACEBACK
 from robust_train.model.attempt import Attempt
 from robust_train.model.events import ScriptEnded
@@ -60,7 +59,7 @@ def find_doubt(attempt: Attempt) -> str:
     if attempt.failure is not None or not isinstance(attempt.script, ScriptEnded):
         return ""
     printed = strip_escapes(attempt.exit.output)
-    output = since_progress(in_order(printed)).rstrip()
+    output = drop_before_last_steps(put_final_error_last(printed)).rstrip()
     failure = classify_exit(1, output)
     lost_workers = failure.kind is FailureKind.WORKER_DEATH
     if not (failure.kind.is_memory or lost_workers or TRACEBACK in output):
@@ -86,7 +85,7 @@ def _find_bad_loss(printed: str) -> str:
 
 def quote_output_end(output: str, log_name: str) -> str:
     """Return the end of a script's output for people: its last traceback or its last lines."""
-    printed = in_order(strip_escapes(output)).split("\n")
+    printed = put_final_error_last(strip_escapes(output)).split("\n")
     # A progress bar rewrites its line after each carriage return. Only its last state is shown.
     lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in printed]
     lines = [line for line in lines if line]

@@ -12,7 +12,7 @@ from typing import Any
 
 # The public names of each module, separated by spaces.
 _NAMES_OF_MODULES = {
-    "robust_train.folder.checkpoints": "save_checkpoint",
+    "robust_train.folder.checkpoint_writing": "save_checkpoint",
     "robust_train.memory.clearing": (
         "Cleared cleanup_model_memory clear_cuda_memory clear_gpu_memory"
     ),

@@ -1,0 +1,1 @@
+"""Decides in the launcher what follows a failed attempt: another attempt, or giving up."""

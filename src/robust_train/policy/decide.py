@@ -1,8 +1,8 @@
-"""The decision after an attempt: a pure function of settings, history and GPUs.
+"""Decides what follows a failed attempt: a retry, or giving up. Pure.
 
-The launcher's driver calls :func:`decide` after each failure. It takes the first remedy for the
-failure's kind that offers a decision. Remedies are rules of features, and
-``assembly.load_remedies`` loads their table.
+The launcher's driver calls :func:`decide` after each failure. Each kind of failure has an ordered
+list of remedies, and the first remedy that returns a decision is followed. Remedies are rules of
+features, and ``assembly.load_remedies`` loads their table.
 """
 
 from __future__ import annotations
@@ -15,26 +15,27 @@ from robust_train.model.failure import FailureKind
 from robust_train.model.gpu import Group
 from robust_train.model.spec import AttemptSpec, Decision, GiveUp, Retry
 from robust_train.policy.context import FailureContext, Offers
-from robust_train.policy.giving_up import what_came_before, why_give_up
-from robust_train.policy.sizes import PolicySettings, size_to_begin_with
+from robust_train.policy.first_size import choose_first_size, with_first_size
+from robust_train.policy.giving_up import describe_previous_failure, why_give_up
+from robust_train.policy.settings import PolicySettings
 
 Rule = Callable[[FailureContext], Decision | None]
-"""A reaction to a failure; None leaves the decision to the next rule."""
+"""A remedy: a reaction to a failure. None leaves the decision to the next rule."""
 
 Remedies = Mapping[FailureKind, Sequence[Rule]]
-"""The rules for each kind of failure, in order. A kind that is absent is never retried."""
+"""The rules for each kind of failure, in order. A kind without rules is never retried."""
 
 
 def first_decision(settings: PolicySettings, gpus: Group) -> Retry:
-    """Return the first attempt of a job on these GPUs, or on the CPU."""
-    spec, why = size_to_begin_with(settings, (), first_attempt(settings, gpus))
+    """Return the decision to start a job on these GPUs, or on the CPU if there are none."""
+    spec, why = choose_first_size(settings, (), first_attempt(settings, gpus))
     return Retry(spec, "start", why)
 
 
 def first_attempt(settings: PolicySettings, gpus: Group) -> AttemptSpec:
-    """Return the requested batch on these GPUs, or on the CPU."""
-    requested = settings.for_ranks(len(gpus) or settings.cpu_ranks).asked
-    return replace(requested, gpus=gpus)
+    """Return the spec with the requested batch on these GPUs, or on the CPU if there are none."""
+    ranks = len(gpus) or settings.cpu_ranks
+    return replace(settings.for_ranks(ranks).asked, gpus=gpus)
 
 
 def decide(
@@ -42,65 +43,24 @@ def decide(
 ) -> Decision:
     """Choose the next attempt, or give up.
 
-    A retry that has to wait for room carries in ``otherwise`` the decision after a wait in vain.
+    If a retry waits for free memory, its ``otherwise`` is the decision to follow if the wait fails.
 
     Args:
         settings: the user's settings.
-        remedies: the rules to try.
-        history: every attempt so far; the last attempt failed.
-        offers: the GPUs that are available.
+        remedies: the rules for each kind of failure.
+        history: every attempt so far. The last attempt failed.
+        offers: the GPUs for the next attempt.
     """
     context = FailureContext(settings, history, offers)
     rules = remedies.get(context.failure.kind, ())
-    decision = _first_remedy(context, rules)
+    decision = _apply_rules(context, rules)
     if decision is None:
-        why = why_give_up(context) + what_came_before(context)
-        decision = GiveUp(why)
+        decision = GiveUp(why_give_up(context) + describe_previous_failure(context))
     return with_first_size(settings, history, decision)
 
 
-def on_gpus(
-    settings: PolicySettings, history: tuple[Attempt, ...], retry: Retry, gpus: Group
-) -> Retry:
-    """Put the GPUs that have room now into a decision to wait for room.
-
-    A different number of GPUs shares the same effective batch.
-    """
-    spec = shared_among(settings, replace(retry.spec, gpus=gpus), len(gpus))
-    spec, _ = size_to_begin_with(settings, history, spec)
-    return replace(retry, spec=spec)
-
-
-def shared_among(settings: PolicySettings, spec: AttemptSpec, ranks: int) -> AttemptSpec:
-    """Return a spec that shares the same effective batch among this many processes."""
-    if ranks == spec.ranks:
-        return spec
-    shared = settings.for_ranks(ranks)
-    # Take the largest size that divides the share and is not larger than before. If there is
-    # none, take any size that divides it: running out of memory costs less than a changed
-    # effective batch.
-    size = shared.next_smaller(2 * spec.batch_size)
-    if shared.accumulates and shared.share % size:
-        size = shared.asked.batch_size
-    return replace(shared.resized(spec, size), ranks=ranks)
-
-
-def with_first_size(
-    settings: PolicySettings, history: tuple[Attempt, ...], decision: Decision
-) -> Decision:
-    """Put the batch that the first attempt on a kind of device starts with into a decision."""
-    if isinstance(decision, GiveUp):
-        return decision
-    spec, why = size_to_begin_with(settings, history, decision.spec)
-    otherwise = decision.otherwise
-    if otherwise is not None:
-        otherwise = with_first_size(settings, history, otherwise)
-    reason = f"{decision.reason}; {why}" if why else decision.reason
-    return replace(decision, spec=spec, reason=reason, otherwise=otherwise)
-
-
-def _first_remedy(context: FailureContext, rules: Sequence[Rule]) -> Decision | None:
-    """Return the first offer that the settings allow, or None if no rule has one."""
+def _apply_rules(context: FailureContext, rules: Sequence[Rule]) -> Decision | None:
+    """Return the first decision of a rule that the settings allow, or None if there is none."""
     for number, rule in enumerate(rules, start=1):
         decision = rule(context)
         if decision is None:
@@ -113,7 +73,7 @@ def _first_remedy(context: FailureContext, rules: Sequence[Rule]) -> Decision | 
             continue
         if decision.room is None:
             return decision
-        otherwise = _first_remedy(context, rules[number:])
+        otherwise = _apply_rules(context, rules[number:])
         if otherwise is None:
             otherwise = GiveUp(why_give_up(context))
         return replace(decision, otherwise=otherwise)
@@ -121,7 +81,38 @@ def _first_remedy(context: FailureContext, rules: Sequence[Rule]) -> Decision | 
 
 
 def _has_same_split(retry: Retry, context: FailureContext) -> bool:
-    specs = retry.spec, context.last
-    splits = {(s.batch_size, s.gradient_accumulation_steps, s.ranks) for s in specs}
-    # Fewer GPUs take over the samples of the others.
-    return len(splits) == 1 and retry.action != "fewer_gpus"
+    """Return whether a retry splits the batch as the last attempt did."""
+    if retry.action == "fewer_gpus":
+        # Each remaining GPU takes more samples.
+        return False
+    old = context.last
+    new = retry.spec
+    is_same_batch = new.batch_size == old.batch_size
+    is_same_accumulation = new.gradient_accumulation_steps == old.gradient_accumulation_steps
+    return is_same_batch and is_same_accumulation and new.ranks == old.ranks
+
+
+def place_on_gpus(
+    settings: PolicySettings, history: tuple[Attempt, ...], retry: Retry, gpus: Group
+) -> Retry:
+    """Return a retry that waited for free memory, on the GPUs that have it now.
+
+    If their number differs from the last attempt's, they share the same effective batch.
+    """
+    spec = share_among(settings, replace(retry.spec, gpus=gpus), len(gpus))
+    spec, _ = choose_first_size(settings, history, spec)
+    return replace(retry, spec=spec)
+
+
+def share_among(settings: PolicySettings, spec: AttemptSpec, ranks: int) -> AttemptSpec:
+    """Return a spec that shares the same effective batch among this many processes."""
+    if ranks == spec.ranks:
+        return spec
+    shared = settings.for_ranks(ranks)
+    # Take the largest size that divides the share and is not larger than before. If there is no
+    # such size, take a larger size that divides it: running out of memory costs less than a
+    # changed effective batch.
+    size = shared.next_smaller(2 * spec.batch_size)
+    if shared.accumulates and shared.share % size:
+        size = shared.asked.batch_size
+    return replace(shared.resize(spec, size), ranks=ranks)

@@ -1,6 +1,6 @@
-"""The reason that a job states when it gives up: what failed, and what it tried.
+"""Writes the reason why a job gives up: what failed, and what was tried.
 
-:func:`.decide.decide` calls it in the launcher if no rule offers anything. Pure.
+:func:`.decide.decide` calls `why_give_up` in the launcher if no rule returns a decision. Pure.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from robust_train.model.failure import Clue, Failure, FailureKind
 from robust_train.policy.context import FailureContext
 
 _HAS_NO_BATCH = (
-    "the project's config has no key that is known as the batch size of training; name it: "
+    "the project's config has no known key for the batch size of training; set "
     "robust.training.batch_size='${its.name}'"
 )
 
@@ -31,7 +31,7 @@ def why_give_up(context: FailureContext) -> str:
             f"smaller batch does not help: {message}"
         )
     if context.attempt.cuda_cannot_work:
-        return cannot_work(context.failure)
+        return describe_setup_failure(context.failure)
     count = context.failures_without_progress
     if kind in (FailureKind.INTERRUPTED, FailureKind.DIVERGED):
         return f"{message}, {count} times without progress" if count > 1 else message
@@ -44,12 +44,19 @@ def why_give_up(context: FailureContext) -> str:
     if not kind.is_memory:
         again = " again after every remedy" if len(context.history) > 1 else ""
         return f"{kind.in_words}{again} ({tried}): {message}"
-    hints = _why_no_more_memory(context)
+    hints = _remedies_not_allowed(context)
     return f"out of memory on every device that may be used: {tried}{hints}"
 
 
+def describe_setup_failure(failure: Failure) -> str:
+    """Return a line that says why CUDA works with no GPU of this machine, and what to do."""
+    advice = "".join(f"; {sentence}" for sentence in failure.advice)
+    return f"CUDA cannot work here: {failure.message}{advice}"
+
+
 def _why_a_bug(context: FailureContext) -> str:
-    """Return the failure's message, and for an unknown failure why the program is to blame."""
+    """Return the failure's message, and the reason why the program is to blame for a failure of
+    unknown origin."""
     failure = context.failure
     message = failure.message
     if failure.rank is not None:
@@ -61,70 +68,70 @@ def _why_a_bug(context: FailureContext) -> str:
     if before.message != failure.message:
         first = f"; the first time: {before.message}"
     return (
-        f"{message}: twice at the same place, with no later checkpoint in between, so it is "
-        f"the program's{first}"
+        f"{message}: twice at the same place, with no later checkpoint in between, so the "
+        f"program is to blame{first}"
     )
 
 
 def _what_was_tried(context: FailureContext) -> str:
     """Return the devices, each with the micro-batches of its attempts, for a sentence."""
-    tried: dict[str, list[str]] = {}
+    sizes_on: dict[str, list[str]] = {}
     for attempt in context.history:
-        size = " down to ".join(map(str, attempt.sizes)) if attempt.spec.has_batch else ""
-        tried.setdefault(attempt.spec.device, []).append(size)
-    return "; ".join(
-        f"{device} at micro-batch {', '.join(_counted(sizes))}" if any(sizes) else device
-        for device, sizes in tried.items()
-    )
+        sizes = sizes_on.setdefault(attempt.spec.device, [])
+        if attempt.spec.has_batch:
+            sizes.append(" down to ".join(map(str, attempt.sizes)))
+    tried: list[str] = []
+    for device, sizes in sizes_on.items():
+        if sizes:
+            tried.append(f"{device} at micro-batch {', '.join(_count_repeated(sizes))}")
+        else:
+            tried.append(device)
+    return "; ".join(tried)
 
 
-def _counted(sizes: Sequence[str]) -> Iterator[str]:
+def _count_repeated(sizes: Sequence[str]) -> Iterator[str]:
     """Yield each size once, with the number of tries in a row."""
     for size, group in itertools.groupby(sizes):
         times = len(list(group))
         yield size if times == 1 else f"{size} ({times} times)"
 
 
-def _why_no_more_memory(context: FailureContext) -> str:
-    """Return which remedies for a lack of memory the job may not use, and why."""
-    hint = ""
-    if not context.config.allow_cpu_fallback:
-        hint = " (allow_cpu_fallback is false)"
-    can_halve = context.last.has_batch
+def _remedies_not_allowed(context: FailureContext) -> str:
+    """Return the remedies for a lack of memory that the job was not allowed to use, and why."""
+    config = context.config
+    hints = ""
+    if not config.allow_cpu_fallback:
+        hints = " (allow_cpu_fallback is false)"
     if context.has_smaller and context.settings.refuses(context.smaller):
-        hint += "; a smaller micro-batch would change the effective batch size, which is kept"
-    if not can_halve:
-        is_project = context.config.theirs is not None
+        hints += "; a smaller micro-batch would change the effective batch size, which is kept"
+    if not context.last.has_batch:
+        is_project = config.theirs is not None
         why = _HAS_NO_BATCH if is_project else "the command has no {batch_size}"
-        hint += f"; the batch was not halved: {why}"
-    if can_halve and context.config.max_retries is not None and context.sizes_not_tried:
+        hints += f"; the batch was not halved: {why}"
+    elif config.max_retries is not None and context.sizes_not_tried:
         left = ", ".join(map(str, context.sizes_not_tried))
-        hint += f"; micro-batch {left} was not tried (max_retries={context.config.retries})"
+        hints += f"; micro-batch {left} was not tried (max_retries={config.retries})"
     if context.keeps_loss:
-        hint += f"; no step was split: {context.keeps_loss}"
+        hints += f"; no step was split: {context.keeps_loss}"
     if context.keeps_batch:
-        hint += f"; the batch was not split: {context.keeps_batch}"
-    return hint
+        hints += f"; the batch was not split: {context.keeps_batch}"
+    return hints
 
 
-def what_came_before(context: FailureContext) -> str:
-    """Return the previous attempt's reason, if it differs and no progress came since: the last
-    attempt may have failed because of what that attempt left behind."""
+def describe_previous_failure(context: FailureContext) -> str:
+    """Return the reason of an earlier attempt in brackets, if it may have caused the last failure.
+
+    That is the case if the attempt failed in another way and no progress was made since: the last
+    attempt may have failed because of the state that it left behind. Empty otherwise.
+    """
     failure = context.failure
     others = [
         attempt for attempt in context.since_progress[:-1] if attempt.message != failure.message
     ]
-    # An unknown failure repeats the message of the attempt before, which `why_give_up` already
-    # names.
+    # For an unknown failure, `why_give_up` already contains the earlier message.
     if not others or others[-1] == context.unknown_before:
         return ""
-    before = others[-1]
-    if before.kind is failure.kind is not FailureKind.BUG:
+    earlier = others[-1]
+    if earlier.kind is failure.kind and failure.kind is not FailureKind.BUG:
         return ""
-    return f" (attempt {before.number} before it: {before.message})"
-
-
-def cannot_work(failure: Failure) -> str:
-    """Return one line: CUDA works with no GPU on this machine, and the two ways out."""
-    advice = "".join(f"; {sentence}" for sentence in failure.advice)
-    return f"CUDA cannot work here: {failure.message}{advice}"
+    return f" (attempt {earlier.number} before it: {earlier.message})"

@@ -1,4 +1,4 @@
-"""Retries that several features' rules offer. Pure, called by rules in the launcher."""
+"""Builds the retries that remedies of several features return. Pure, called in the launcher."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from collections.abc import Sequence
 
 from robust_train.model.gpu import GpuInfo, Group, device_name
 from robust_train.model.spec import Retry
-from robust_train.policy.context import FailureContext, exchanged
+from robust_train.policy.context import FailureContext
+from robust_train.policy.gpus import replace_gpus
+from robust_train.policy.result_warnings import warn_of_changes
 
 LONGEST_PAUSE_SECONDS = 3600.0
 
 
-def halved(context: FailureContext, why: str) -> Retry:
+def retry_with_half(context: FailureContext, why: str) -> Retry:
     """Return the retry with the next smaller micro-batch. Its reason starts with ``why``."""
     last = context.last
     spec = context.smaller
@@ -20,45 +22,52 @@ def halved(context: FailureContext, why: str) -> Retry:
     now = spec.gradient_accumulation_steps
     if now != was:
         reason += f", accumulation {was} → {now}"
-    return Retry(spec, "halve_batch", reason, context.warning_about(spec))
+    return Retry(spec, "halve_batch", reason, warn_of_changes(context, spec))
 
 
-def after_pause(context: FailureContext, seconds: float) -> Retry | None:
-    """Return the same attempt again after a pause, None if this failure may not come once more."""
+def retry_after_pause(context: FailureContext, seconds: float) -> Retry | None:
+    """Return the same attempt again after a pause. None if ``max_retries`` allows no more."""
     if not context.has_retries:
         return None
-    return context.retry(
-        "retry", f": the same again in {seconds:g} s, from {context.saved}", pause_seconds=seconds
-    )
+    how = f": the same again in {seconds:g} s, from {context.saved}"
+    return context.retry("retry", how, pause_seconds=seconds)
 
 
 def pause_before(context: FailureContext, tries: int) -> float:
-    """Return the pause before another try, in seconds. It doubles each time, up to an hour."""
+    """Return the pause before the next try, in seconds. It doubles with each try, up to an hour."""
     first = context.config.retry_pause_seconds
     longest = max(first, LONGEST_PAUSE_SECONDS)
     return min(first * 2.0 ** min(tries - 1, 30), longest)
 
 
-def untried(context: FailureContext) -> list[GpuInfo]:
-    """Return available GPUs that had no attempt since progress, best first."""
+def untried_gpus(context: FailureContext) -> list[GpuInfo]:
+    """Return the available GPUs that had no attempt since the last progress, best first. Empty if
+    the user chose the GPU."""
     if not context.config.picks_gpu:
         return []
-    left = context.tried_devices | context.faulty
+    ruled_out = context.tried_devices | context.faulty
     return [
         gpu
         for gpu in context.offers.gpus
-        if gpu.uuid not in left
+        if gpu.uuid not in ruled_out
         and gpu.unusable is None
         and gpu.free_bytes >= context.config.min_gpu_memory_bytes
     ]
 
 
-def exchange(
+def retry_on_other_gpus(
     context: FailureContext, leaving: Group, offers: Sequence[GpuInfo], how: str, why: str = ""
 ) -> Retry | None:
-    """Return a retry of the same batch on other GPUs. ``how`` and ``why`` go before and after their
-    names."""
-    group = exchanged(context.last.gpus, leaving, offers)
+    """Return the retry of the same batch on other GPUs, None if there are too few.
+
+    Args:
+        context: the failure.
+        leaving: the GPUs to replace.
+        offers: the GPUs that may replace them, best first.
+        how: the text of the reason before the names of the new GPUs.
+        why: the text of the reason after their names.
+    """
+    group = replace_gpus(context.last.gpus, leaving, offers)
     if not group:
         return None
     new = device_name(context.new_in(group))

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from robust_train.config.schema import RobustConfig
+from robust_train.gpu.footprint import estimate_footprint, learn_context_bytes
 from robust_train.gpu.inventory import NO_DRIVER, ask_health_again, close_session, read_inventory
-from robust_train.gpu.processes import footprint, learn_context_bytes
 from robust_train.gpu.select import can_be_one_of, could_ever_fit, rank
 from robust_train.gpu.visible import Visible, allocated_by, visible_gpus
 from robust_train.model.attempt import Attempt
@@ -26,7 +26,8 @@ from robust_train.model.events import Event, MemoryReported
 from robust_train.model.failure import FailureKind
 from robust_train.model.gpu import Group, select_gpus
 from robust_train.model.spec import Room
-from robust_train.policy.context import Offers, excluded_after
+from robust_train.policy.context import Offers
+from robust_train.policy.gpus import gpus_to_exclude
 from robust_train.queue.host_queue import GpuRequest, HostQueue
 from robust_train.queue.queue_dir import directory_for
 from robust_train.queue.registry import QueuedJob
@@ -235,7 +236,7 @@ class Devices:
         if failure.kind is FailureKind.DEVICE_FAULT:
             ask_health_again()
             suspects = select_gpus(group, failure.rank)
-            excluded = excluded_after(failure, suspects, read_free_bytes(suspects))
+            excluded = gpus_to_exclude(failure, suspects, read_free_bytes(suspects))
             for uuid, reason in excluded.items():
                 self.queue.exclude(uuid, reason)
         before = self._free_before
@@ -313,7 +314,7 @@ class Devices:
         if peak:
             name = group[0].name if group else ""
             learn_context_bytes(name, shown)
-            needed = footprint(peak, name)
+            needed = estimate_footprint(peak, name)
             # The estimate may exceed the memory of every GPU, so it is limited by the memory that
             # the attempt had.
             had = max((self._free_before.get(gpu.uuid, gpu.free_bytes) for gpu in group), default=0)

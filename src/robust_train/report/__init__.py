@@ -1,1 +1,1 @@
-
+"""Describes jobs from their run folders: the report page, the live status, the last log lines."""

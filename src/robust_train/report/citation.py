@@ -1,4 +1,7 @@
-"""Sentences for a paper: with what a job was trained, and what robust-train changed in it. Pure."""
+"""Writes sentences for a paper: how a job was trained, and what robust-train changed in it.
+
+The command ``robust-train report --cite`` calls `sentences_of`.
+"""
 
 from __future__ import annotations
 
@@ -18,31 +21,31 @@ BIBTEX = """\
 
 
 def sentences_of(story: Story, version: str) -> list[str]:
-    """Return sentences about a job that has trained, or none if no attempt reached a step."""
+    """Return sentences about a job. The list is empty if no attempt made a step."""
     trained = [
         attempt for attempt in story.attempts if (attempt.end_step or 0) > attempt.start_step
     ]
     if not trained:
         return []
     sentences = [
-        f"We trained {_length(trained)}{_devices(trained)} with robust-train {version}"
-        f"{_libraries(story)}.",
-        _batch(trained),
-        _splits(trained),
-        _learning_rate(trained),
-        _skipped(trained),
-        _endings(story),
+        f"We trained {_describe_length(trained)}{_describe_devices(trained)} with robust-train "
+        f"{version}{_describe_libraries(story)}.",
+        _describe_batch(trained),
+        _describe_split_loss(trained),
+        _describe_learning_rate(trained),
+        _describe_skipped_updates(trained),
+        _describe_interruptions(story),
     ]
     return [sentence for sentence in sentences if sentence]
 
 
-def _length(trained: Sequence[TimedAttempt]) -> str:
+def _describe_length(trained: Sequence[TimedAttempt]) -> str:
     steps = trained[-1].end_step or 0
     ending = "" if steps == 1 else "s"
     return f"for {steps:,} optimizer step{ending}"
 
 
-def _devices(trained: Sequence[TimedAttempt]) -> str:
+def _describe_devices(trained: Sequence[TimedAttempt]) -> str:
     names = []
     for attempt in trained:
         counts = Counter(gpu.name for gpu in attempt.spec.gpus)
@@ -51,16 +54,16 @@ def _devices(trained: Sequence[TimedAttempt]) -> str:
     return " on " + ", then on ".join(name for name, _ in groupby(names))
 
 
-def _libraries(story: Story) -> str:
+_LIBRARIES = (("torch", "PyTorch"), ("cuda", "CUDA"))  # keys of `Story.about` and their names
+
+
+def _describe_libraries(story: Story) -> str:
     versions = [f"{label} {story.about[key]}" for key, label in _LIBRARIES if story.about.get(key)]
     return f" ({', '.join(versions)})" if versions else ""
 
 
-_LIBRARIES = (("torch", "PyTorch"), ("cuda", "CUDA"))
-
-
-def _batch(trained: Sequence[TimedAttempt]) -> str:
-    """Say the effective batch size, and the micro-batches that made it up."""
+def _describe_batch(trained: Sequence[TimedAttempt]) -> str:
+    """Return a sentence with the effective batch size and its micro-batches."""
     if not all(attempt.spec.has_batch for attempt in trained):
         return "The script chose its batch size itself."
     if not all(attempt.spec.accumulates for attempt in trained):
@@ -79,11 +82,12 @@ def _batch(trained: Sequence[TimedAttempt]) -> str:
             for attempt in trained
             for size in attempt.sizes
         )
-        how = " with accumulated gradients" if accumulates else ""
-        return (
+        text = (
             f"The effective batch size was {effective[0]} throughout, in micro-batches of {micro}"
-            f"{how}."
         )
+        if accumulates:
+            text += " with accumulated gradients"
+        return f"{text}."
     changes = [f"{effective[0]}"]
     for before, after in pairwise(trained):
         if before.spec.effective_batch_size != after.spec.effective_batch_size:
@@ -92,20 +96,21 @@ def _batch(trained: Sequence[TimedAttempt]) -> str:
 
 
 def _each(values: Iterable[object]) -> str:
+    """Return consecutive different values, such as ``64, then 32``."""
     return ", then ".join(str(value) for value, _ in groupby(values))
 
 
-def _splits(trained: Sequence[TimedAttempt]) -> str:
-    split = next((attempt for attempt in trained if attempt.spec.noted("splits_loss", False)), None)
-    if split is None:
-        return ""
-    return (
-        f"From step {split.start_step} on, the loss was computed over parts of a batch, whose "
-        "gradients are not those of the whole batch."
-    )
+def _describe_split_loss(trained: Sequence[TimedAttempt]) -> str:
+    for attempt in trained:
+        if attempt.spec.noted("splits_loss", False):
+            return (
+                f"From step {attempt.start_step} on, the loss was computed over parts of a batch, "
+                "whose gradients differ from the gradients of the whole batch."
+            )
+    return ""
 
 
-def _learning_rate(trained: Sequence[TimedAttempt]) -> str:
+def _describe_learning_rate(trained: Sequence[TimedAttempt]) -> str:
     factors = [(attempt, attempt.spec.noted("lr_factor", 1.0)) for attempt in trained]
     changed = [(attempt, factor) for attempt, factor in factors if factor != 1]
     if not changed:
@@ -118,15 +123,15 @@ def _learning_rate(trained: Sequence[TimedAttempt]) -> str:
     )
 
 
-def _skipped(trained: Sequence[TimedAttempt]) -> str:
+def _describe_skipped_updates(trained: Sequence[TimedAttempt]) -> str:
     number = sum(attempt.noted("skipped_updates", 0) for attempt in trained)
     if not number:
         return ""
     return f"Updates left out because their gradient was not finite: {number}."
 
 
-def _endings(story: Story) -> str:
-    """Say how often memory ran out, and how often training resumed."""
+def _describe_interruptions(story: Story) -> str:
+    """Return a sentence about how often memory ran out and how often training resumed."""
     memory = sum(attempt.outcome in OOM for attempt in story.attempts)
     resumed = sum(attempt.start_step > 0 for attempt in story.attempts)
     parts = []

@@ -1,7 +1,7 @@
-"""The facts of a job: the uses of its time, memory over time, scalars, events. Pure.
+"""Computes the facts of a job's report: the uses of its time, memory over time, curves, events.
 
-:func:`.story.story_of` makes a `Story` of them for the report: in the launcher at a job's end, in
-the process of a sweep, or in ``robust-train report``.
+`story.story_of` puts them into a `Story`: in the launcher at a job's end, in a sweep's process, or
+in the command ``robust-train report``. It reads no files.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from robust_train.model.spec import Speed
 from robust_train.readable import memory
 from robust_train.report.sources import Entry, Launch, TimedAttempt
 
-OOM = frozenset(kind.value for kind in MEMORY_FAILURES)
-_LONGEST_FIELDS = 120
-SCHEMA = 1
+OOM = frozenset(kind.value for kind in MEMORY_FAILURES)  # outcomes of attempts
+_LONGEST_FIELDS = 120  # characters of a user event's fields
+SCHEMA = 1  # of `Story.as_json`
 
 
 Use = Literal["useful", "lost", "wait", "startup", "stopped"]
@@ -35,7 +35,7 @@ USES: dict[Use, str] = {
     "lost": "lost",
     "wait": "waiting",
     "startup": "starting up",
-    # between two launches in the same run folder; not part of the wall time
+    # Between two launches in the same run folder, which is not part of the wall time.
     "stopped": "stopped",
 }
 """The uses of a job's time, each with its words. ``docs/report.md`` has the definitions."""
@@ -52,17 +52,16 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """Its length."""
+        """The length of the span in seconds."""
         return self.end - self.start
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened at a moment (``time``: seconds since the epoch). ``kind`` is ``oom``,
-    ``batch``, ``device``, ``cleared``, ``checkpoint`` or ``milestone``."""
+    """Something that happened at a moment of an attempt."""
 
-    kind: str
-    time: float
+    kind: str  # oom, batch, device, cleared, checkpoint or milestone
+    time: float  # seconds since the epoch
     text: str
     attempt: int
     device: str
@@ -70,7 +69,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Samples of memory on a device, oldest first."""
+    """The samples of memory on a device, the oldest first."""
 
     device: str
     samples: tuple[Sample, ...]
@@ -82,18 +81,17 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class Curve:
-    """A scalar over steps, as (step, value) that an attempt reported. It is ``lost`` if a later
-    attempt repeated these steps, or no checkpoint holds them."""
+    """The values of a metric that an attempt reported."""
 
     name: str
     attempt: int
-    points: tuple[tuple[int, float], ...]
-    lost: bool = False
+    points: tuple[tuple[int, float], ...]  # (step, value)
+    lost: bool = False  # a later attempt repeated these steps, or no checkpoint has them
 
 
 @dataclass(frozen=True)
 class Advice:
-    """One thing that was tight, advice, and overrides for the next run."""
+    """A finding about the job, advice, and overrides for the next run."""
 
     finding: str
     steps: tuple[str, ...] = ()
@@ -102,25 +100,25 @@ class Advice:
 
 @dataclass(frozen=True)
 class Story:
-    """The story of a job. Attempts, launches, spans and marks are oldest first."""
+    """The story of a job. Attempts, launches, spans and marks are in order, the oldest first."""
 
     name: str
     folder: str
     files: tuple[str, ...]
-    # a sentence for each thing that was missing or damaged
+    # A sentence for each file that is missing or damaged.
     gaps: tuple[str, ...]
-    # what was run: `trainer`, `model`, `dataset`, `overrides`, `command`, and with what:
-    # `git commit`, `torch`, `cuda`, `driver`, `gpu` …
+    # The job (`trainer`, `model`, `dataset`, `overrides`, `command`) and its environment
+    # (`git commit`, `torch`, `cuda`, `driver`, `gpu` …).
     about: Mapping[str, str]
     # The status in `summary.json`. `unfinished` if no end is recorded, because the job still runs
     # or its process died. `empty` if nothing is recorded.
     status: str
     result: Any
-    # how long it took until its end, or its last record
+    # The seconds until the job's end, or until its last record.
     took: float
     # The seconds of each use, by name. `wall` is their sum without `stopped`.
     seconds: dict[str, float]
-    # the same time, divided further: see `goodput_of`
+    # The same time, divided further by `goodput_of`.
     parts: dict[str, float]
     attempts: tuple[TimedAttempt, ...]
     launches: tuple[Launch, ...]
@@ -128,25 +126,29 @@ class Story:
     memory: tuple[DeviceMemory, ...]
     curves: tuple[Curve, ...]
     marks: tuple[Mark, ...]
-    # how memory developed in the last attempt, in a sentence; None if unknown
+    # How memory developed in the last attempt, None if unknown.
     stability: str | None
-    sentence: str = ""
-    # what to do next time, most promising first; empty if nothing was tight
+    sentence: str = ""  # a summary
+    # Advice for the next run, the most promising first.
     advice: tuple[Advice, ...] = ()
 
     @property
     def goodput(self) -> float | None:
-        """Useful time ÷ wall time, None if no time passed."""
+        """The useful share of the wall time, None if no time passed."""
         return share_of(self.parts)
 
     @property
     def peak_memory_bytes(self) -> int | None:
-        """Of all attempts on the device that was used last, or None if not known."""
-        on_last_device = (a for a in self.attempts if a.device == self.attempts[-1].device)
-        return max((a.peak_memory_bytes or 0 for a in on_last_device), default=0) or None
+        """The peak of all attempts on the device that was used last, None if unknown."""
+        peaks = []
+        for attempt in self.attempts:
+            is_on_last_device = attempt.device == self.attempts[-1].device
+            if is_on_last_device and attempt.peak_memory_bytes:
+                peaks.append(attempt.peak_memory_bytes)
+        return max(peaks, default=None)
 
     def as_json(self) -> Any:
-        """Return the story with JSON's types, schema first."""
+        """Return the story in JSON's types. The schema comes first."""
         return strict_json({"schema": SCHEMA, **fields_as_json(self)})
 
 
@@ -156,15 +158,17 @@ class Story:
 def spans_of(
     launches: Sequence[Launch], attempts: Sequence[TimedAttempt], kept: Mapping[int, float]
 ) -> tuple[Span, ...]:
-    """Cut all of a job's time into its uses, without gaps or overlaps, oldest first. ``kept`` comes
-    from `kept_steps`."""
+    """Divide all of a job's time into spans by use, in order, without gaps or overlaps.
+
+    ``kept`` is the result of `kept_steps`.
+    """
     starts = [launch.start for launch in launches]
     spans: list[Span] = []
     now = starts[0] if starts else 0.0
     for number, launch in enumerate(launches, start=1):
         attempts_of_launch = [a for a in attempts if bisect_right(starts, a.started) == number]
-        away = Span("stopped", now, launch.start)
-        for span in (away, *_of_launch(launch, attempts_of_launch, kept)):
+        pause = Span("stopped", now, launch.start)
+        for span in (pause, *_spans_of_launch(launch, attempts_of_launch, kept)):
             # In a damaged journal, two attempts may overlap.
             if span.end > max(span.start, now):
                 spans.append(replace(span, start=max(span.start, now)))
@@ -173,22 +177,21 @@ def spans_of(
 
 
 def seconds_of(spans: Iterable[Span], use: Use, attempt: int | None = None) -> float:
-    """Return the length of all spans of a use, or of those of an attempt."""
+    """Return the seconds of all spans of a use, or only of the spans of an attempt."""
     return math.fsum(
         span.seconds for span in spans if use == span.use and attempt in (None, span.attempt)
     )
 
 
 def totals(spans: Sequence[Span]) -> dict[str, float]:
-    """Return the seconds of each use by its name, and their sum without stops as ``wall``."""
+    """Return the seconds of each use by its name, and their sum without ``stopped`` as ``wall``."""
     seconds: dict[str, float] = {use: seconds_of(spans, use) for use in USES}
     wall = math.fsum(span.seconds for span in spans if span.use != "stopped")
     return {**seconds, "wall": wall}
 
 
 def goodput_of(spans: Sequence[Span], attempts: Sequence[TimedAttempt]) -> dict[str, float]:
-    """Return the parts of the wall time, in seconds, that add up to it. ``docs/report.md`` has the
-    definitions."""
+    """Divide the wall time into parts, in seconds. ``docs/report.md`` has the definitions."""
     parts = {
         "useful": seconds_of(spans, "useful"),
         "repeated": seconds_of(spans, "lost"),
@@ -202,9 +205,9 @@ def goodput_of(spans: Sequence[Span], attempts: Sequence[TimedAttempt]) -> dict[
         useful = seconds_of(spans, "useful", attempt.number)
         saving = min(attempt.noted("saving_seconds", 0.0), useful)
         speed = speed_of(attempt)
-        a_step = speed[0].seconds_per_step if speed else 0.0
+        seconds_per_step = speed[0].seconds_per_step if speed else 0.0
         updates = attempt.noted("skipped_updates", 0)
-        skipped = min(updates * a_step, useful - saving)
+        skipped = min(updates * seconds_per_step, useful - saving)
         lost = seconds_of(spans, "lost", attempt.number)
         stalled = min(attempt.noted("stalled_seconds", 0.0), lost)
         parts["saving"] += saving
@@ -221,66 +224,71 @@ def speed_of(attempt: Attempt) -> tuple[Speed, ...]:
 
 
 def share_of(parts: Mapping[str, float]) -> float | None:
-    """Return the useful share, which is called goodput, or None if no time passed."""
+    """Return the useful share of the time, called goodput, or None if no time passed."""
     wall = sum(parts.values())
     return parts["useful"] / wall if wall > 0 else None
 
 
 def kept_steps(status: str, attempts: Sequence[TimedAttempt]) -> dict[int, float]:
-    """Return the last step of each attempt, by its number, that no later attempt repeated. If the
-    job did not complete, steps after its last checkpoint are not kept either."""
+    """Return the last step of each attempt that was kept, by the attempt's number.
+
+    A step is kept if no later attempt repeated it. If the job did not complete, steps after its
+    last checkpoint are not kept either.
+    """
     kept: dict[int, float] = {}
     bound = math.inf
     if status != "completed":
-        saved = (step for attempt in attempts for step, _ in attempt.checkpoints)
-        bound = max(saved, default=0)
+        saved_steps = [step for attempt in attempts for step, _ in attempt.checkpoints]
+        bound = max(saved_steps, default=0)
     for attempt in reversed(attempts):
         kept[attempt.number] = math.inf if attempt.outcome == "completed" else bound
         bound = min(bound, attempt.start_step)
     return kept
 
 
-def _of_launch(
+def _spans_of_launch(
     launch: Launch, attempts: Sequence[TimedAttempt], kept: Mapping[int, float]
 ) -> Iterator[Span]:
+    """Yield the spans of a launch: until it has a device, then before, in and after attempts."""
     now = launch.start
-    before: Use = "startup"
+    use_of_gap: Use = "startup"
     if launch.device_acquired is not None:
-        began = max(launch.device_acquired - launch.device_wait_seconds, now)
-        yield Span("startup", now, began)
-        yield Span("wait", began, launch.device_acquired)
+        wait_start = max(launch.device_acquired - launch.device_wait_seconds, now)
+        yield Span("startup", now, wait_start)
+        yield Span("wait", wait_start, launch.device_acquired)
         now = launch.device_acquired
     elif not attempts:
-        before = "wait"
+        use_of_gap = "wait"
     for attempt in attempts:
-        yield Span(before, now, attempt.started, attempt.number)
-        yield from _of_attempt(attempt, kept[attempt.number])
+        yield Span(use_of_gap, now, attempt.started, attempt.number)
+        yield from _spans_of_attempt(attempt, kept[attempt.number])
         now = attempt.ended
-        before = "wait"
+        use_of_gap = "wait"
     if attempts and not attempts[-1].is_retried:
-        before = "startup"
-    yield Span(before, now, launch.end)
+        use_of_gap = "startup"
+    yield Span(use_of_gap, now, launch.end)
 
 
-def _of_attempt(attempt: TimedAttempt, kept: float) -> Iterator[Span]:
+def _spans_of_attempt(attempt: TimedAttempt, kept: float) -> Iterator[Span]:
+    """Yield an attempt's startup, its useful time until the last kept step, and its lost time."""
     number = attempt.number
-    started = attempt.started
-    ended = attempt.ended
-    began = attempt.training_began
-    until = _kept_until(attempt, kept)
+    training_start = attempt.training_began
+    useful_end = _time_of_last_kept_step(attempt, kept)
     if attempt.outcome == "completed":
-        # all the time of a trainer that never reports its start counts as training
-        began = started if began is None else began
-        until = ended
-    if began is None or until is None:
-        began = until = started
-    yield Span("startup", started, began, number)
-    yield Span("useful", began, until, number)
-    yield Span("lost", until, ended, number)
+        useful_end = attempt.ended
+        if training_start is None:
+            # A trainer that never reports its start counts as training all the time.
+            training_start = attempt.started
+    if training_start is None or useful_end is None:
+        training_start = attempt.started
+        useful_end = attempt.started
+    yield Span("startup", attempt.started, training_start, number)
+    yield Span("useful", training_start, useful_end, number)
+    yield Span("lost", useful_end, attempt.ended, number)
 
 
-def _kept_until(attempt: TimedAttempt, kept: float) -> float | None:
-    """Return when the last kept step was done, or None if no step was kept."""
+def _time_of_last_kept_step(attempt: TimedAttempt, kept: float) -> float | None:
+    """Return when the last kept step was saved or done, or None if no step was kept."""
     if kept <= attempt.start_step:
         return None
     saved = [time for step, time in attempt.checkpoints if step <= kept]
@@ -292,18 +300,15 @@ def _kept_until(attempt: TimedAttempt, kept: float) -> float | None:
 
 
 def memory_of(samples: Iterable[Sample]) -> tuple[DeviceMemory, ...]:
-    """Return memory over time, device by device in the order in which they were used."""
-    grouped: dict[str, list[Sample]] = {}
+    """Return memory over time for each device, in the order in which the devices were used."""
+    by_device: dict[str, list[Sample]] = {}
     for sample in samples:
-        grouped.setdefault(sample.device, []).append(sample)
-    return tuple(
-        DeviceMemory(device, tuple(samples_of_device))
-        for device, samples_of_device in grouped.items()
-    )
+        by_device.setdefault(sample.device, []).append(sample)
+    return tuple(DeviceMemory(device, tuple(each)) for device, each in by_device.items())
 
 
 def curves_of(entries: Sequence[Entry], kept: Mapping[int, float]) -> tuple[Curve, ...]:
-    """Return every metric that was reported, cut where an attempt's steps were not kept."""
+    """Return a curve of each reported metric and attempt, and another of its lost steps."""
     points: dict[tuple[str, int], list[tuple[int, float]]] = {}
     for entry in entries:
         event = entry.event
@@ -315,24 +320,25 @@ def curves_of(entries: Sequence[Entry], kept: Mapping[int, float]) -> tuple[Curv
                     points.setdefault((name, number), []).append((event.step, value))
     curves = []
     for (name, attempt), curve in points.items():
-        good = [point for point in curve if point[0] <= kept[attempt]]
-        rest = curve[len(good) :]
-        if good:
-            curves.append(Curve(name, attempt, tuple(good)))
-        if rest:
-            curves.append(Curve(name, attempt, tuple(good[-1:] + rest), lost=True))
+        kept_points = [point for point in curve if point[0] <= kept[attempt]]
+        lost_points = curve[len(kept_points) :]
+        if kept_points:
+            curves.append(Curve(name, attempt, tuple(kept_points)))
+        if lost_points:
+            # The lost curve starts where the kept curve ends, so that the lines meet.
+            points_to_draw = kept_points[-1:] + lost_points
+            curves.append(Curve(name, attempt, tuple(points_to_draw), lost=True))
     return tuple(curves)
 
 
 def marks_of(entries: Sequence[Entry], attempts: Sequence[TimedAttempt]) -> tuple[Mark, ...]:
-    """Return the marks of a journal, oldest first."""
+    """Return the marks of a journal, the oldest first."""
     by_number = {attempt.number: attempt for attempt in attempts}
-    marks = [
-        (kind, entry.time, text, by_number[entry.attempt])
-        for entry in entries
-        if entry.attempt in by_number
-        for kind, text in _descriptions(entry.event)
-    ]
+    marks = []
+    for entry in entries:
+        if entry.attempt in by_number:
+            for kind, text in _describe_event(entry.event):
+                marks.append((kind, entry.time, text, by_number[entry.attempt]))
     for before, after in itertools.pairwise(attempts):
         if before.spec.device_key != after.spec.device_key:
             text = f"{before.device} → {after.device}"
@@ -350,8 +356,8 @@ def marks_of(entries: Sequence[Entry], attempts: Sequence[TimedAttempt]) -> tupl
     )
 
 
-def _descriptions(event: events.Event) -> Iterator[tuple[str, str]]:
-    """Yield (kind, text) of an event's marks."""
+def _describe_event(event: events.Event) -> Iterator[tuple[str, str]]:
+    """Yield the kind and the text of each mark of an event."""
     match event:
         case events.MicroBatchChanged(step=step, before=before, after=after):
             if event.kind in MEMORY_FAILURES:

@@ -1,4 +1,8 @@
-"""``report.html``: a single file that opens anywhere."""
+"""Writes ``report.html``, the page of a job or a sweep: a single file that opens anywhere.
+
+The launcher calls `write_report` at a job's end, and ``robust-train report`` calls `job_page`. A
+sweep renders its own page with `render`.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +32,9 @@ if TYPE_CHECKING:
 
 FILE_NAME = "report.html"
 TEMPLATES = Path(__file__).parent / "templates"
-_LONGEST_TRACEBACK = 20_000
-_LONGEST_VALUE = 200
-# a browser that was started without a locale names a language that uPlot cannot read
+_LONGEST_TRACEBACK = 20_000  # characters
+_LONGEST_VALUE = 200  # characters
+# Sets a valid language for uPlot, because a browser without a locale has an invalid one.
 _WITH_A_LANGUAGE = (
     "try{new Intl.NumberFormat(navigator.language)}"
     'catch{Object.defineProperty(navigator,"language",{value:"en-US"})}\n'
@@ -38,14 +42,18 @@ _WITH_A_LANGUAGE = (
 
 
 def write_report(sources: Sources) -> None:
-    """Write ``report.html`` into a run folder. A failure costs a warning."""
-    try_to_save(sources.folder / FILE_NAME, lambda: job_page(story_of(sources)))
+    """Write ``report.html`` into a run folder. A failure only costs a warning."""
+
+    def build_page() -> str:
+        return job_page(story_of(sources))
+
+    try_to_save(sources.folder / FILE_NAME, build_page)
 
 
-def try_to_save(path: Path, page: Callable[[], str]) -> None:
-    """Make a page and write it. A job that trained for days must not fail because of its report."""
+def try_to_save(path: Path, build_page: Callable[[], str]) -> None:
+    """Build and write a page. An error is logged, because a job must not fail for its report."""
     try:
-        save(path, page())
+        save(path, build_page())
     except Exception as error:
         log.warning(
             "cannot write %s: %s",
@@ -56,18 +64,19 @@ def try_to_save(path: Path, page: Callable[[], str]) -> None:
 
 
 def save(path: Path, text: str) -> None:
-    """Write a page, whole or not at all."""
+    """Write a page atomically."""
     with replacing(path) as temporary:
-        # a path may hold bytes that are not text
+        # A file name on the page may contain bytes that are not valid text.
         temporary.write_bytes(text.encode("utf-8", "replace"))
 
 
 def job_page(story: Story) -> str:
-    """Return the page of a job."""
-    last = story.attempts[-1] if story.attempts else None
-    text = (last.traceback or "") if last and last.outcome != "interrupted" else ""
-    if len(text) > _LONGEST_TRACEBACK:
-        text = f"…\n{text[-_LONGEST_TRACEBACK:]}"
+    """Return the page of a job, as HTML."""
+    traceback = ""
+    if story.attempts and story.attempts[-1].outcome != "interrupted":
+        traceback = story.attempts[-1].traceback or ""
+    if len(traceback) > _LONGEST_TRACEBACK:
+        traceback = f"…\n{traceback[-_LONGEST_TRACEBACK:]}"
     objective = finite(objective_of(story.result))
     results = story.result if isinstance(story.result, Mapping) else {}
     if story.result is not None and not results and objective is None:
@@ -80,7 +89,7 @@ def job_page(story: Story) -> str:
         figure=(figure_of(story.result) or "what the trainer returned").replace("_", " "),
         shares=shares(story.seconds),
         results=results,
-        traceback=text,
+        traceback=traceback,
         clock=charts.Clock(story),
         memory=charts.memory_charts(story),
         curves=charts.curve_charts(story),
@@ -95,7 +104,7 @@ def render(template: str, **values: Any) -> str:
 
 @functools.cache
 def template_environment() -> Environment:
-    # here and not above: the launcher starts without it
+    """Return Jinja's environment with our templates. Its import would slow the launcher's start."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from jinja2.utils import htmlsafe_json_dumps
     from markupsafe import Markup
@@ -107,7 +116,7 @@ def template_environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    # a page holds a copy of uPlot, so it holds uPlot's licence too
+    # A page contains a copy of uPlot, so it must contain uPlot's licence too.
     licence = f"/*\n{_text('vendor/LICENSE.uPlot.txt')}*/\n"
     library = _text("vendor/uPlot.iife.min.js")
     script = licence + _WITH_A_LANGUAGE + library + _text("report.js")
@@ -115,7 +124,7 @@ def template_environment() -> Environment:
     environment.globals.update(
         style=Markup(_text("vendor/uPlot.min.css") + _text("report.css")),
         script=Markup(script),
-        # the page loads nothing and runs no script but its own, whatever texts it shows
+        # The page loads nothing and runs only its own script, whatever texts it shows.
         policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
         "base-uri 'none'; form-action 'none'",
     )
@@ -140,7 +149,7 @@ def template_environment() -> Environment:
 
 
 def prepare() -> None:
-    """Import and compile what pages are made with, for the forks of this process too."""
+    """Import Jinja and compile all templates, so that forks of this process need not do it."""
     environment = template_environment()
     for name in environment.list_templates(["j2"]):
         environment.get_template(name)
@@ -151,7 +160,7 @@ def _text(name: str) -> str:
 
 
 def shares(seconds: Mapping[str, float]) -> list[tuple[str, str, float, float]]:
-    """Return (style, text, seconds, share) of each use of the wall time."""
+    """Return the style, text, seconds and share of each use of the wall time."""
     wall = seconds.get("wall", 0.0)
     return [
         (use, text, seconds[use], seconds[use] / wall)
@@ -161,7 +170,7 @@ def shares(seconds: Mapping[str, float]) -> list[tuple[str, str, float, float]]:
 
 
 def value_text(value: object) -> str:
-    """Return a value of JSON for people, shortened."""
+    """Return a JSON value as text for readers, shortened."""
     number = finite(value)
     if number is not None:
         return readable.number(number)

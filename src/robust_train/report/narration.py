@@ -1,8 +1,8 @@
-"""The launcher's log lines about a job.
+"""Writes the launcher's log lines about a job and its attempts.
 
-:class:`.run_folder.RunFolder` calls :func:`announce` and :func:`log_end` for each attempt.
-:class:`.job.Job` calls :func:`show_end` last, with :func:`print_failure` as ``explain`` if the
-process ends with the job.
+All functions run in the launcher. `RunFolder` calls `log_start` and `log_end` for each attempt. At
+the end of the job, `Job` calls `show_end`. If the process ends with the job, it passes
+`print_failure` as ``explain``.
 """
 
 from __future__ import annotations
@@ -33,120 +33,140 @@ from robust_train.report.wording import (
 
 log = logging.getLogger("robust_train")
 
-_LONGEST_REASON = 600
+_LONGEST_REASON = 600  # characters of a job's reason in the last lines
+# Clues that describe a failure better than its kind.
 _CLUES = {Clue.USER_ERROR: "user error", Clue.STALLED: "hang", Clue.PORT: "port taken"}
+# Matches "ended with exit code 3: …" and "ended by SIGSEGV: …".
 _ENDING_OF_A_PROCESS = re.compile(r"ended (?:with|by) ([^:]+)")
 
 
-def announce(number: int, spec: AttemptSpec) -> None:
-    """Log that attempt ``number`` begins."""
-    where = spec.where if spec.gpu is None else f"{spec.where} ({spec.gpu.name})"
+def log_start(number: int, spec: AttemptSpec) -> None:
+    """Log that attempt ``number`` starts."""
+    where = spec.where
+    if spec.gpu is not None:
+        where += f" ({spec.gpu.name})"
     batch = ""
     if spec.has_batch:
         batch = f": {batch_in_words(Attempt(number, spec))}"
-        batch += ", gradient checkpointing" * spec.noted("gradient_checkpointing", False)
+        if spec.noted("gradient_checkpointing", False):
+            batch += ", gradient checkpointing"
         batch += f", effective batch {spec.effective_batch_size}"
     log.info("attempt %d on %s%s", number, where, batch)
 
 
 def show_end(explain: Callable[[Summary], object], summary: Summary, how_to_go_on: str) -> None:
-    """Log how a job ended: its attempts, including those of earlier launches in its journal, then
-    what ``explain`` shows, then the last lines."""
+    """Log how a job ended: a table of its attempts, then the explanation, then the last lines.
+
+    Args:
+        explain: called after the table, such as `print_failure`.
+        summary: the summary of the job.
+        how_to_go_on: the command that continues the job, empty if there is none.
+    """
     if summary.attempts:
-        attempts = list[Attempt](attempts_of(_earlier(summary.run_dir)))
+        attempts = list[Attempt](attempts_of(_read_earlier_launches(summary.run_dir)))
         attempts += summary.attempts
-        # the last lines say everything about one attempt that completed at its first size
-        if len(attempts) > 1 or summary.status != "completed" or len(attempts[0].sizes) > 1:
-            say = _logging_of(summary)
-            say("attempts:\n%s", attempts_table(attempts))
+        has_single_size = len(attempts) == 1 and len(attempts[0].sizes) <= 1
+        # If the only attempt completed with its first size, the last lines say everything.
+        if summary.status != "completed" or not has_single_size:
+            log_line = _choose_log_function(summary)
+            log_line("attempts:\n%s", attempts_table(attempts))
         memory = gpu_memory_summary(summary.attempts[-1])
         if memory:
             log.info("%s", memory)
     explain(summary)
-    conclude(summary, how_to_go_on)
+    log_last_lines(summary, how_to_go_on)
 
 
-def _logging_of(summary: Summary) -> Callable[..., None]:
-    """Return the function that logs a job's last lines. A log level may hide good news."""
+def _choose_log_function(summary: Summary) -> Callable[..., None]:
+    """Return the function that logs a job's last lines. Only good news depend on the log level."""
     went_well = summary.status == "completed" and len(summary.attempts) <= 1
     return log.info if went_well else log_always
 
 
-def _earlier(run_dir: Path) -> Sequence[Entry]:
-    """Return the events of the job's earlier launches in a journal, if it can be read."""
+def _read_earlier_launches(run_dir: Path) -> Sequence[Entry]:
+    """Return the events of the job's earlier launches from its journal, if it can be read."""
     try:
         entries = read_entries(run_dir)
-    except Exception as error:  # a missing table must not end a job
+    except Exception as error:  # A job must not fail because its table cannot be shown.
         log.warning("earlier attempts cannot be shown: %s", named_line(error))
         return ()
-    starts = [
-        (number, entry.event.job)
-        for number, entry in enumerate(entries)
-        if isinstance(entry.event, JobStarted)
-    ]
+    starts = []  # of all launches: the position in the journal, and the job's id
+    for position, entry in enumerate(entries):
+        if isinstance(entry.event, JobStarted):
+            starts.append((position, entry.event.job))
     if not starts:
         return ()
-    last, job = starts[-1]
-    first = next(number for number, started in starts if started == job)
-    return entries[first:last]
+    this_launch, job = starts[-1]
+    starts_of_job = [position for position, each in starts if each == job]
+    return entries[starts_of_job[0] : this_launch]
 
 
 def print_failure(summary: Summary) -> None:
     """Print to stderr why a job failed, unless the screen shows it already.
 
-    Prints the trainer's traceback if it explains more than a sentence, otherwise or additionally
-    the reason. If stderr and stdout are the same, the log has the reason, and a script has shown
-    its own end.
+    It prints the trainer's traceback if there is one, and the reason if the traceback does not
+    explain the failure. If stderr and stdout are the same, the log has shown the reason, and a
+    script has shown its own traceback.
     """
     last = summary.attempts[-1] if summary.attempts else None
     is_refusal = summary.status == "failed" and last is None
     if is_refusal or summary.status not in ("failed", "no_device"):
         return
-    is_shown = os.path.sameopenfile(1, 2)
-    kind = None if last is None else last.kind
-    if is_shown and last is not None and last.script is not None:
+    is_log_visible = os.path.sameopenfile(1, 2)
+    if is_log_visible and last is not None and last.script is not None:
         return
-    traceback = last.traceback if last and kind not in MEMORY_FAILURES else ""
-    if traceback:  # empty for a mistake that the trainer explains itself
+    kind = None
+    traceback = None
+    if last is not None:
+        kind = last.kind
+        # The traceback of an out-of-memory error does not help. For a mistake that the trainer
+        # explains itself, there is no traceback.
+        if kind not in MEMORY_FAILURES:
+            traceback = last.traceback
+    if traceback:
         print(traceback, file=standard_error(), end="")
-    if not is_shown and not (traceback and kind is FailureKind.BUG):
+    is_explained = bool(traceback) and kind is FailureKind.BUG
+    if not is_log_visible and not is_explained:
         print(f"{summary.status}: {summary.reason}", file=standard_error())
 
 
 def attempts_table(attempts: Sequence[Attempt]) -> str:
     """Return a table of the attempts in plain text, wrapped at 80 characters."""
-    names = ["#", "device", "micro-batch", "effective"]
-    names += ["steps", "time", "outcome"]
-    rows: list[list[object]] = []
-    for attempt in attempts:
-        spec = attempt.spec
-        ending = ending_of(attempt)
-        end = attempt.end_step
-        if attempt.is_retried:
-            ending += f" → {action_in_words(attempt.action)}"
-        steps = f"{attempt.start_step}-{'?' if end is None else end}"
-        rows.append(
-            [
-                attempt.number,
-                spec.device + by_processes(spec.ranks),
-                " → ".join(map(str, attempt.sizes)) if spec.has_batch else None,
-                spec.effective_batch_size if spec.has_batch else None,
-                "-" if steps == "0-?" else steps,
-                None if attempt.seconds is None else f"{attempt.seconds:.1f} s",
-                ending,
-            ]
-        )
+    names = ["#", "device", "micro-batch", "effective", "steps", "time", "outcome"]
+    rows = [_cells(attempt) for attempt in attempts]
     if not any(attempt.spec.has_batch for attempt in attempts):
+        # Leave out the columns of the micro-batch and the effective batch.
         names = names[:2] + names[4:]
         rows = [row[:2] + row[4:] for row in rows]
     lines = align_columns(rows, names)
-    below = " " * lines[0].index("outcome")
-    wrap = textwrap.TextWrapper(80, subsequent_indent=below, break_long_words=False)
-    return "\n".join(line for row in lines for line in wrap.wrap(row))
+    indent = " " * lines[0].index("outcome")
+    wrapper = textwrap.TextWrapper(80, subsequent_indent=indent, break_long_words=False)
+    return "\n".join(line for row in lines for line in wrapper.wrap(row))
 
 
-def ending_of(attempt: Attempt) -> str:
-    """Return in a few words how an attempt ended."""
+def _cells(attempt: Attempt) -> list[object]:
+    """Return the cells of an attempt, in the order of the table's columns."""
+    spec = attempt.spec
+    sizes = None
+    effective = None
+    if spec.has_batch:
+        sizes = " → ".join(str(size) for size in attempt.sizes)
+        effective = spec.effective_batch_size
+    steps = f"{attempt.start_step}-{attempt.end_step}"
+    if attempt.end_step is None:
+        steps = f"{attempt.start_step}-?" if attempt.start_step else "-"
+    time = None
+    if attempt.seconds is not None:
+        time = f"{attempt.seconds:.1f} s"
+    outcome = describe_outcome(attempt)
+    if attempt.is_retried:
+        outcome += f" → {action_in_words(attempt.action)}"
+    device = spec.device + by_processes(spec.ranks)
+    return [attempt.number, device, sizes, effective, steps, time, outcome]
+
+
+def describe_outcome(attempt: Attempt) -> str:
+    """Return how an attempt ended, in a few words."""
     failure = attempt.failure
     is_interruption = attempt.kind in (None, FailureKind.INTERRUPTED)
     if attempt.action == "stopped" and is_interruption:
@@ -159,26 +179,53 @@ def ending_of(attempt: Attempt) -> str:
         return shorten(failure.message, 60)
     process = _ENDING_OF_A_PROCESS.match(failure.message)
     if process and failure.kind is FailureKind.BUG:
-        return process[1]  # a script's exit code may mean anything
+        return process[1]  # A script's exit code may mean anything, so the text says it as it is.
     return outcome_in_words(attempt.outcome)
 
 
 def gpu_memory_summary(attempt: Attempt) -> str:
-    """Return the memory figures of an attempt, empty if it did not use CUDA."""
+    """Return the GPU memory figures of an attempt, empty if it did not use CUDA."""
     if "max_allocated" not in attempt.memory:
         return ""
     lines = [f"GPU Memory Summary ({attempt.spec.device}):"]
     for name in ("allocated", "reserved", "max_allocated"):
         title = name.replace("_", " ").title()
-        lines.append(f"  {title}: {attempt.memory.get(name, 0) / GIB:.2f} GB")
+        lines.append(f"  {title}: {attempt.memory.get(name, 0) / GIB:.2f} GiB")
     return "\n".join(lines)
 
 
-def conclude(summary: Summary, how_to_go_on: str) -> None:
-    """Log the last lines: how and where a job ended, its run folder, how to continue. The time
-    covers all its launches."""
-    wall = summary.wall_seconds or 0.0
+def log_last_lines(summary: Summary, how_to_go_on: str) -> None:
+    """Log how and where a job ended, its speed, its best checkpoint, and how to continue it."""
     last = summary.attempts[-1] if summary.attempts else None
+    log_line = _choose_log_function(summary)
+    log_line("%s", _describe_end(summary, last))
+    speed = () if last is None else speed_of(last)
+    if last is not None and speed:
+        log.info("speed: %s", speed_text(speed, last.spec.ranks))
+    for sentence in summary.advice:
+        log.info("to be faster: %s", sentence)
+    best = summary.best
+    if best is not None:
+        figure = str(best["figure"]).replace("_", " ")
+        value = number_text(best["value"])
+        log_line(
+            "best checkpoint: %s (%s %s after step %s)", best["path"], figure, value, best["step"]
+        )
+    log_line("run folder: %s", summary.run_dir)
+    if summary.status == "completed" or not how_to_go_on:
+        return
+    introduction = "to continue"
+    if summary.status == "failed" and last and last.kind is FailureKind.BUG:
+        introduction = "after fixing it"
+    elif summary.checkpoint is None:
+        introduction = "to start over (no checkpoint is known)"
+    if last is not None or summary.status == "interrupted":
+        log_line("%s: %s", introduction, how_to_go_on)
+
+
+def _describe_end(summary: Summary, last: Attempt | None) -> str:
+    """Return how a job ended, in one line. The time covers all its launches."""
+    wall = summary.wall_seconds or 0.0
     ending = f"{summary.status} after {duration(summary.earlier_seconds + wall)}"
     if summary.earlier_seconds:
         ending += f" (this launch: {duration(wall)})"
@@ -194,37 +241,16 @@ def conclude(summary: Summary, how_to_go_on: str) -> None:
         if figure is not None:
             ending += f" ({figure.replace('_', ' ')})"
     elif summary.status == "completed" and last is not None and last.script is None:
-        ending += "; result: none"  # a trainer that forgets to return it would spoil a sweep
-    if summary.status == "no_device" or (
-        last is not None and summary.status in ("failed", "pruned")
-    ):
+        # A trainer that forgets to return its result would spoil a sweep, so the line says so.
+        ending += "; result: none"
+    has_failed = summary.status in ("failed", "pruned") and last is not None
+    if has_failed or summary.status == "no_device":
         ending += f"; {shorten(str(summary.reason), _LONGEST_REASON)}"
-    say = _logging_of(summary)
-    say("%s", ending)
-    speed = () if last is None else speed_of(last)
-    if last is not None and speed:
-        log.info("speed: %s", speed_text(speed, last.spec.ranks))
-    for sentence in summary.advice:
-        log.info("to be faster: %s", sentence)
-    best = summary.best
-    if best is not None:
-        figure = str(best["figure"]).replace("_", " ")
-        value = number_text(best["value"])
-        say("best checkpoint: %s (%s %s after step %s)", best["path"], figure, value, best["step"])
-    say("run folder: %s", summary.run_dir)
-    if summary.status == "completed" or not how_to_go_on:
-        return
-    first = "to continue"
-    if summary.status == "failed" and last and last.kind is FailureKind.BUG:
-        first = "after fixing it"
-    elif summary.checkpoint is None:
-        first = "to start over (no checkpoint is known)"
-    if last is not None or summary.status == "interrupted":
-        say("%s: %s", first, how_to_go_on)
+    return ending
 
 
-def _what_is_lost(attempt: Attempt) -> str:
-    """Return which steps a second signal lost, empty if there was none."""
+def _describe_lost_steps(attempt: Attempt) -> str:
+    """Return which steps were lost to a second stop signal, empty without such a signal."""
     if not attempt.exit.was_hurried or attempt.ending is not None:
         return ""
     lost = attempt.end_step
@@ -250,17 +276,16 @@ def log_end(attempt: Attempt, decision: Decision | None) -> None:
             log.warning("%s", decision.warning)
         return
     if decision.action == "stopped":  # The user stopped it.
-        log.info("attempt %d: stopped%s", attempt.number, _what_is_lost(attempt))
+        log.info("attempt %d: stopped%s", attempt.number, _describe_lost_steps(attempt))
         return
-    # the full reason follows at the job's end
+    # A short text is enough, because the full reason follows at the job's end.
     is_bug = failure.kind is FailureKind.BUG
-    names = attempt.exceptions
-    what = failure.kind.in_words
+    text = failure.kind.in_words
     if is_bug and attempt.script is not None:
-        what = ending_of(attempt)
-    elif is_bug and names:
-        what = names[0].rpartition(".")[2]
-    log.error("attempt %d failed: %s", attempt.number, what)
-    # if CUDA cannot work, the job's reason has the advice
+        text = describe_outcome(attempt)
+    elif is_bug and attempt.exceptions:
+        text = attempt.exceptions[0].rpartition(".")[2]
+    log.error("attempt %d failed: %s", attempt.number, text)
+    # If CUDA cannot work at all, the job's reason has the advice.
     if failure.advice and not is_bug and failure.kind is not FailureKind.SETUP:
         log.error("advice: %s", "; ".join(failure.advice))

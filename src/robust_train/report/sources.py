@@ -1,7 +1,7 @@
-"""The content of a run folder, as far as it can be read: a killed run leaves truncated lines.
+"""Reads a run folder's files for the report, and builds launches and attempts from its journal.
 
-`read_sources` reads the files. The functions that fold a journal into launches and attempts are
-pure.
+The launcher, a sweep's process and the command ``robust-train report`` call it. A killed run leaves
+incomplete lines, so everything is read as far as possible.
 """
 
 from __future__ import annotations
@@ -32,36 +32,34 @@ from robust_train.model.events import (
 from robust_train.model.json import Json, MalformedEventError, finite
 from robust_train.readable import counted
 
-_MOST_FILES = 40
+_MOST_FILES = 40  # that the report lists
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of ``journal.jsonl``. Its ``time`` is never before that of the line above it."""
+    """A line of ``journal.jsonl``."""
 
-    time: float
+    time: float  # never less than the time of the line before
     event: Event
-    attempt: int = 0  # its number; 0 of none
+    attempt: int = 0  # the attempt's number, 0 if the event belongs to no attempt
 
 
 @dataclass(frozen=True)
 class Sources:
-    """All that a run folder records about its job, oldest first."""
+    """Everything that a run folder records about its job, in order, the oldest first."""
 
     folder: Path
     entries: tuple[Entry, ...]
     samples: tuple[Sample, ...]
     summary: Summary | None
-    # duration of a job that has ended, as its launcher recorded it
-    took: float | None
+    took: float | None  # the duration that the launcher recorded at the end
     environment: Mapping[str, Json]  # `environment.json`
     files: tuple[str, ...]  # names of the files in the folder
-    # one sentence for each thing that is missing or damaged
-    gaps: tuple[str, ...]
+    gaps: tuple[str, ...]  # a sentence for each file that is missing or damaged
 
 
 def read_sources(folder: Path) -> Sources:
-    """Read a run folder, in which anything may be missing or damaged."""
+    """Read a run folder, in which any file may be missing or damaged."""
     gaps: list[str] = []
     state = read_state(folder)
     took = None
@@ -98,7 +96,7 @@ def _entries(path: Path, gaps: list[str]) -> Iterator[Entry]:
             if content is None or event is None or time is None:
                 skipped += 1
                 continue
-            # a clock that was set back must not reverse the story
+            # If the clock was set back, the order of the lines counts.
             latest = max(latest, time)
             attempt = content.get("attempt")
             yield Entry(latest, event, attempt if type(attempt) is int else 0)
@@ -110,6 +108,7 @@ def _entries(path: Path, gaps: list[str]) -> Iterator[Entry]:
 
 
 def _files(folder: Path) -> tuple[str, ...]:
+    """Return the names of the files in a folder."""
     try:
         names = sorted(item.name for item in folder.iterdir() if item.is_file())
     except OSError:
@@ -119,40 +118,39 @@ def _files(folder: Path) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch of the job. Times are seconds since the epoch."""
+    """A launch of the job. Times are in seconds since the epoch."""
 
     start: float
-    end: float  # that of the last entry if the launcher died or still runs
+    end: float  # the time of the last entry if the launcher died or still runs
     status: str | None = None  # None without a recorded end
     reason: str | None = None
-    device_acquired: float | None = None  # when it had a device, None if never
-    device_wait_seconds: float = 0.0  # spent waiting for a device before that
+    device_acquired: float | None = None  # when the job got its first device
+    device_wait_seconds: float = 0.0  # how long it waited for that device
 
 
 @dataclass(frozen=True)
 class TimedAttempt(Attempt):
-    """An attempt with the times of what it reported, in seconds since the epoch."""
+    """An attempt with the times of its events, in seconds since the epoch."""
 
-    ended: float = 0.0  # time of the last entry if no end is recorded
-    # when the first step did, None if never
-    training_began: float | None = None
-    # (step, time) of each progress report
+    ended: float = 0.0  # the time of the last entry if no end is recorded
+    training_began: float | None = None  # when training started, None if it never did
+    # The step and the time of each progress report, and of each checkpoint.
     progress: tuple[tuple[int, float], ...] = field(default=(), repr=False)
     checkpoints: tuple[tuple[int, float], ...] = ()
 
     @property
     def device(self) -> str:
-        """Its device."""
+        """The device of the attempt."""
         return self.spec.device
 
     @property
     def batch_size(self) -> int | None:
-        """Its micro-batch size, None if it is a script that is given none."""
+        """The micro-batch size, None for a script that does not take it from us."""
         return self.spec.batch_size if self.spec.has_batch else None
 
 
 def launches_of(entries: Sequence[Entry]) -> tuple[Launch, ...]:
-    """Return the launches in a journal, oldest first."""
+    """Return the launches in a journal, the oldest first."""
     launches: list[Launch] = []
     for entry in entries:
         if isinstance(entry.event, JobStarted) or not launches:
@@ -170,21 +168,24 @@ def launches_of(entries: Sequence[Entry]) -> tuple[Launch, ...]:
 
 
 def attempts_of(entries: Sequence[Entry]) -> tuple[TimedAttempt, ...]:
-    """Return the attempts in a journal whose start or end is recorded, oldest first."""
+    """Return the attempts in a journal whose start or end is recorded, the oldest first."""
     groups: dict[int, list[Entry]] = {}
-    saved = {}
+    steps_of_checkpoints = {}
     for entry in entries:
         if entry.attempt:
             groups.setdefault(entry.attempt, []).append(entry)
         if isinstance(entry.event, CheckpointSaved):
-            saved[entry.event.path] = entry.event.step or 0
-    attempts = [_attempt(number, group, saved) for number, group in groups.items()]
+            steps_of_checkpoints[entry.event.path] = entry.event.step or 0
+    attempts = [
+        _build_attempt(number, group, steps_of_checkpoints) for number, group in groups.items()
+    ]
     return tuple(attempt for attempt in attempts if attempt is not None)
 
 
-def _attempt(
-    number: int, entries: Sequence[Entry], saved: Mapping[str, int]
+def _build_attempt(
+    number: int, entries: Sequence[Entry], steps_of_checkpoints: Mapping[str, int]
 ) -> TimedAttempt | None:
+    """Return an attempt from its entries, or None if neither its start nor its end is recorded."""
     attempt: Attempt | None = None
     progress: list[tuple[int, float]] = []
     checkpoints: list[tuple[int, float]] = []
@@ -195,15 +196,15 @@ def _attempt(
         time = entry.time
         match event:
             case AttemptStarted(resume_checkpoint=path):
-                attempt = Attempt(
-                    number, event.spec, time, path, start_step=saved.get(path or "", 0)
-                )
+                start_step = steps_of_checkpoints.get(path or "", 0)
+                attempt = Attempt(number, event.spec, time, path, start_step=start_step)
             case AttemptEnded():
-                # its record may have the time of a clock that was set back
-                begun = attempt or event.record
+                # If the clock was set back, the record's start is wrong. The record never has
+                # `stalled_seconds`.
+                so_far = attempt or event.record
                 ended = time
-                attempt = replace(event.record, number=number, started=begun.started)
-                attempt = attempt.with_same("stalled_seconds", begun)  # records do not have it
+                attempt = replace(event.record, number=number, started=so_far.started)
+                attempt = attempt.with_same("stalled_seconds", so_far)
             case DecidedAgain() if attempt is not None:
                 attempt = replace(attempt, action=event.action, reason=event.reason)
             case _ if attempt is not None and attempt.seconds is None:

@@ -1,6 +1,6 @@
-"""The live status of a job on a terminal, shown by the launcher and by ``robust-train attach``.
+"""Shows the live status of a job on a terminal, below all other output.
 
-A sweep shows its table with `LiveLines`. Pure, except for `LiveLines` and `LiveStatus`.
+The launcher and ``robust-train attach`` use `LiveStatus`. A sweep shows its table with `LiveLines`.
 """
 
 from __future__ import annotations
@@ -23,18 +23,17 @@ if TYPE_CHECKING:
     from rich.text import Text
     from typing_extensions import Self
 
-_BAR_COLUMNS = 48
-_MOST_LINES = 3
+_BAR_COLUMNS = 48  # of the progress bar, at most
+_MOST_LINES = 3  # of a part that is too long for a line
 _DONE = "━"
 _LEFT = "─"
 
 
 def status_lines(state: RunState, now: float, columns: int) -> list[str]:
-    """Return the status as lines of at most ``columns`` characters, or none if the job has
-    ended."""
+    """Return the status as lines of at most ``columns`` characters. An ended job has no lines."""
     if state.is_final:
         return []
-    lines = _packed(_where(state, now), columns)
+    lines = _pack_parts(_describe_state(state, now), columns)
     attempt = state.attempt
     if attempt is None or state.state not in ("running", "stopping"):
         return lines
@@ -44,11 +43,11 @@ def status_lines(state: RunState, now: float, columns: int) -> list[str]:
         full = int(done * width)
         bar = f"{_DONE * full}{_LEFT * (width - full)} {100 * done:3.0f} %"
         lines.append(bar)
-    return lines + _packed(_how_far(state, attempt), columns)
+    return lines + _pack_parts(_describe_progress(state, attempt), columns)
 
 
-def _where(state: RunState, now: float) -> list[str]:
-    """Return the parts of the first line: state and why, attempt, device, sizes."""
+def _describe_state(state: RunState, now: float) -> list[str]:
+    """Return the parts of the first line: the state and its reason, attempt, device and sizes."""
     parts = [f"{state.state} {as_clock(int(max(now - state.since, 0)))}"]
     attempt = state.attempt
     if state.state == "waiting" and state.waiting is not None:
@@ -63,7 +62,7 @@ def _where(state: RunState, now: float) -> list[str]:
     return parts
 
 
-def _how_far(state: RunState, attempt: Attempt) -> list[str]:
+def _describe_progress(state: RunState, attempt: Attempt) -> list[str]:
     """Return the parts of the last lines: step, speed, time left, loss, memory, checkpoint."""
     parts = []
     step = attempt.step
@@ -74,8 +73,10 @@ def _how_far(state: RunState, attempt: Attempt) -> list[str]:
     seconds = seconds_per_step(speed)
     if seconds:
         rate = samples_per_second(speed, attempt.spec.ranks)
-        steps = f"{number(1 / seconds)} steps/s"
-        parts.append(steps if rate is None else f"{number(rate)} samples/s")
+        if rate is None:
+            parts.append(f"{number(1 / seconds)} steps/s")
+        else:
+            parts.append(f"{number(rate)} samples/s")
         if total and step is not None:
             left = math.ceil((total - step) * seconds)
             parts.append(f"{as_clock(max(left, 0))} left")
@@ -93,7 +94,7 @@ def _how_far(state: RunState, attempt: Attempt) -> list[str]:
     return parts
 
 
-def _packed(parts: Sequence[str], columns: int) -> list[str]:
+def _pack_parts(parts: Sequence[str], columns: int) -> list[str]:
     """Return the parts side by side, in as few lines as possible. Long parts are wrapped."""
     lines: list[str] = []
     for part in parts:
@@ -106,10 +107,10 @@ def _packed(parts: Sequence[str], columns: int) -> list[str]:
 
 
 class LiveLines(contextlib.ExitStack):
-    """Lines below all output on a terminal. Elsewhere it shows nothing.
+    """Shows lines below all output on a terminal. If the output is not a terminal, shows nothing.
 
     Args:
-        is_wanted: False if something else needs the terminal.
+        is_wanted: False if another program part needs the terminal.
     """
 
     def __init__(self, *, is_wanted: bool = True) -> None:
@@ -124,21 +125,23 @@ class LiveLines(contextlib.ExitStack):
         return super().__enter__()
 
     def draw(self, lines: Sequence[str]) -> None:
-        """Show the lines in place of those before."""
+        """Show ``lines`` in place of the lines shown before."""
         if self.area is not None:
             self.area.show([_styled(line) for line in lines])
 
 
 class LiveStatus(LiveLines):
-    """Shows a job's state on its terminal, if the job has a terminal to itself."""
+    """Shows a job's state on its terminal, unless the job shares the terminal."""
 
     def show(self, state: RunState) -> None:
-        """Show the state as it is now."""
+        """Show ``state`` at the current time."""
         if self.area is not None:
             self.draw(status_lines(state, time.time(), self.area.size[0]))
 
 
 def _styled(line: str) -> Text:
+    """Return a line in green if it is the progress bar, otherwise dimmed."""
     from rich.text import Text
 
-    return Text(line, style="green" if line.startswith((_DONE, _LEFT)) else "dim")
+    is_bar = line.startswith((_DONE, _LEFT))
+    return Text(line, style="green" if is_bar else "dim")

@@ -1,4 +1,8 @@
-"""The story of a job, from the content of its run folder. Pure."""
+"""Builds the story of a job, the facts and sentences of its report, from its run folder's content.
+
+The launcher calls it at the job's end, a sweep for its own page, and ``robust-train report`` later.
+It reads no files: `sources.read_sources` has read them.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +29,19 @@ from robust_train.report.sources import Sources, TimedAttempt, attempts_of, laun
 
 
 def story_of(sources: Sources) -> Story:
-    """Return what happened in the job whose run folder was read."""
+    """Return the story of the job whose run folder was read."""
     entries = sources.entries
     samples = sources.samples
     summary = sources.summary
     about: dict[str, str] = {}
     keys: Mapping[str, str] | None = None
-    for entry in entries:  # what the last launch recorded counts
+    for entry in entries:  # The record of the last launch replaces earlier records.
         if isinstance(entry.event, JobStarted):
             about = {"trainer": entry.event.trainer, **entry.event.about}
             keys = entry.event.keys
     about |= in_words(sources.environment)
     attempts = tuple(_with_samples(attempt, samples) for attempt in attempts_of(entries))
-    held = wording.held_memory(attempts)
+    held = wording.describe_held_memory(attempts)
     if held:
         about["GPU memory held"] = held
     launches = list(launches_of(entries))
@@ -69,14 +73,16 @@ def story_of(sources: Sources) -> Story:
         marks=marks_of(entries, attempts),
         stability=_stability(attempts),
     )
-    return replace(
-        story, sentence=wording.sentence_of(story), advice=tuple(wording.advice_of(story, keys))
-    )
+    sentence = wording.sentence_of(story)
+    advice = tuple(wording.advice_of(story, keys))
+    return replace(story, sentence=sentence, advice=advice)
 
 
 def goodput_from(sources: Sources) -> dict[str, float] | None:
-    """Return the parts of a job's time, in seconds, and ``share``, the useful part of it. None
-    without a record of it."""
+    """Return the parts of a job's time, in seconds, and its useful ``share``.
+
+    Returns None if no launch is recorded.
+    """
     story = story_of(sources)
     if not story.launches:
         return None
@@ -85,8 +91,11 @@ def goodput_from(sources: Sources) -> dict[str, float] | None:
 
 
 def _with_samples(attempt: TimedAttempt, samples: Sequence[Sample]) -> TimedAttempt:
-    """Raise an attempt's peak to that of its samples. If it has no end, let it last to the last
-    sample."""
+    """Return an attempt with the facts that memory samples add.
+
+    Its peak is at least the samples' peak. An attempt without a recorded end lasts until its last
+    sample.
+    """
     samples_of_attempt = [sample for sample in samples if sample.attempt == attempt.number]
     figures = [s.resident if s.device == "cpu" else s.allocated for s in samples_of_attempt]
     peak = max([attempt.peak_memory_bytes or 0, *(figure or 0 for figure in figures)])
@@ -97,7 +106,7 @@ def _with_samples(attempt: TimedAttempt, samples: Sequence[Sample]) -> TimedAtte
 
 
 def _stability(attempts: Sequence[TimedAttempt]) -> str | None:
-    """Return how memory developed in the last attempt that trained."""
+    """Return how memory developed in the last attempt that trained, None if unknown."""
     trained = [attempt for attempt in attempts if attempt.training_began is not None]
     noted: Mapping[str, Json] | None = None
     if trained:

@@ -1,4 +1,8 @@
-"""The story of a job in a sentence or two, and advice for the next run. Pure."""
+"""Writes the sentences of a job's report: a summary, and advice for the next run.
+
+`story.story_of` calls it. The launcher's log lines and the live status share its words for
+outcomes, batch sizes and speeds.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +28,18 @@ from robust_train.readable import (
 from robust_train.report.facts import OOM, Advice, DeviceMemory, Story, seconds_of, speed_of
 from robust_train.report.sources import TimedAttempt
 
-_MOST_TROUBLES = 4
-_TIGHT = 0.9
-_MUCH_WAITING_FOR_DATA = 0.2
-_MUCH_SLOWER = 1.2
-_LEAST_SECONDS = 10.0
-"""Advice that would save less than this is not given."""
+_MOST_TROUBLES = 4  # failures that the summary names
+_TIGHT = 0.9  # share of a GPU's memory
+_MUCH_WAITING_FOR_DATA = 0.2  # share of the time
+_MUCH_SLOWER = 1.2  # time of the slowest rank, as a multiple of the usual time
+_LEAST_SECONDS = 10.0  # that advice must be able to save
 
 OUTCOMES = {
     "completed": "completed",
     UNFINISHED: "no recorded end",
     **{kind.value: kind.in_words for kind in FailureKind},
 }
-"""An attempt's outcome for people."""
+"""The texts of an attempt's outcomes."""
 
 ACTIONS = {
     "halve_batch": "half the micro-batch",
@@ -52,16 +55,16 @@ ACTIONS = {
     "lower_learning_rate": "a lower learning rate",
     "none": "",
 }
-"""The decision after an attempt for people, if its name does not do."""
+"""The texts of the decisions after an attempt whose names are not clear enough."""
 
 
 def outcome_in_words(outcome: str) -> str:
-    """Return an attempt's outcome as people read it."""
+    """Return an attempt's outcome as text."""
     return OUTCOMES.get(outcome, outcome.replace("_", " "))
 
 
 def action_in_words(action: str | None) -> str:
-    """Return the decision after an attempt as people read it, empty if there was none."""
+    """Return the decision after an attempt as text, empty if there was none."""
     name = action or ""
     return ACTIONS.get(name, name.replace("_", " "))
 
@@ -71,19 +74,21 @@ def sentence_of(story: Story) -> str:
     if not story.launches:
         if story.status == "empty":
             return "The folder holds no record of a job."
-        return "The journal is missing; of the job only summary.json is left."
+        return "The journal is missing; only summary.json is left of the job."
     attempts = story.attempts
     wall = story.seconds["wall"]
     is_completed = story.status == "completed"
-    parts = [_ending(story)]
+    parts = [_describe_end(story)]
     has_ended = story.status in ("completed", "failed", "interrupted", "pruned")
-    troubles = list(_troubles(attempts[:-1] if has_ended else attempts))
+    # The first sentence has described the last attempt of a job that has ended.
+    earlier = attempts[:-1] if has_ended else attempts
+    troubles = list(_describe_failures(earlier))
     more = len(troubles[_MOST_TROUBLES:])
     if more:
         troubles[_MOST_TROUBLES:] = [counted(more, "more failed attempt")]
     if troubles:
         parts.append(_sentence(", then ".join(troubles)))
-    inside = _inside_steps(story)
+    inside = _count_ooms_in_steps(story)
     if inside:
         parts.append(f"Memory ran out {inside} inside a step, which was repeated in smaller parts.")
     if is_completed and len(attempts) > 1 and wall > 0:
@@ -95,58 +100,72 @@ def sentence_of(story: Story) -> str:
     return " ".join(parts)
 
 
-def _inside_steps(story: Story) -> str:
-    """Return how often memory ran out inside a step, empty for never."""
-    # each attempt that it has ended has one mark
+def _count_ooms_in_steps(story: Story) -> str:
+    """Return how often memory ran out without ending the attempt, such as ``once``.
+
+    The text is empty if it never did.
+    """
+    # An attempt that ended because memory ran out has a mark too.
     count = sum(mark.kind == "oom" for mark in story.marks)
     count -= sum(attempt.outcome in OOM for attempt in story.attempts)
-    return {0: "", 1: "once"}.get(count, f"{count} times")
+    if count == 0:
+        return ""
+    return "once" if count == 1 else f"{count} times"
 
 
-def _ending(story: Story) -> str:
+def _describe_end(story: Story) -> str:
+    """Return the first sentence: how, when and where the job ended."""
     status = story.status
     attempts = story.attempts
     last = attempts[-1] if attempts else None
     nth = ordinal(len(attempts))
     lines = (story.launches[-1].reason or "").strip().splitlines()
-    why = f": {lines[0]}" if lines else ""
+    reason = f": {lines[0]}" if lines else ""
     took = duration(story.took)
     if status == "completed" and last is not None:
         which = "" if len(attempts) == 1 else f" at the {nth} attempt"
         batch = batch_in_words(last)
-        return f"Completed in {took}{which}, on {last.spec.where} with {batch}{why}."
+        return f"Completed in {took}{which}, on {last.spec.where} with {batch}{reason}."
+    position = _describe_position(last)
+    checkpoint = _describe_last_checkpoint(attempts)
     if status in ("interrupted", "pruned"):
-        what = "pruned" if status == "pruned" else "stopped"
-        return f"Was {what} after {took}{_at(last)}{why}.{_saved(attempts)}"
+        verb = "pruned" if status == "pruned" else "stopped"
+        return f"Was {verb} after {took}{position}{reason}.{checkpoint}"
     if status == UNFINISHED:
         return (
             "Has no recorded end: it still runs, or its process was killed. The last record is "
-            f"from {took} after its start{_at(last)}.{_saved(attempts)}"
+            f"from {took} after its start{position}.{checkpoint}"
         )
     where = "" if last is None else f" in the {nth} attempt, on {last.spec.where}"
-    return _sentence(f"{status.replace('_', ' ')} after {took}{where}{why}")
+    return _sentence(f"{status.replace('_', ' ')} after {took}{where}{reason}")
 
 
 def batch_in_words(attempt: Attempt) -> str:
-    """Return ``micro-batch 64 → 16 × accumulation 4 × 2 processes``. The arrow leads to the size to
-    which its trainer changed it."""
+    """Return the batch of an attempt, such as ``micro-batch 64 → 16 × accumulation 4``.
+
+    The arrow leads to a size that was found within the attempt.
+    """
     spec = attempt.spec
     if not spec.has_batch:
         return "an unknown micro-batch"
-    size = "auto" if spec.noted("searches", False) else " → ".join(map(str, attempt.sizes))
+    size = " → ".join(str(each) for each in attempt.sizes)
+    if spec.noted("searches", False):
+        size = "auto"
     steps = f" × accumulation {spec.accumulation}" if spec.accumulation != 1 else ""
     return f"micro-batch {size}{steps}{by_processes(spec.ranks)}"
 
 
-def _at(last: TimedAttempt | None) -> str:
+def _describe_position(last: TimedAttempt | None) -> str:
+    """Return the step and the device of the last attempt."""
     if last is None:
-        return ", before any attempt had begun"
+        return ", before any attempt started"
     if last.end_step is None:
         return f", before its first step on {last.spec.where}"
     return f", at step {last.end_step} on {last.spec.where}"
 
 
-def _saved(attempts: Sequence[TimedAttempt]) -> str:
+def _describe_last_checkpoint(attempts: Sequence[TimedAttempt]) -> str:
+    """Return a sentence about the last usable checkpoint, empty if there was no attempt."""
     steps = [
         (step, attempt.noted("is_guarded", False))
         for attempt in attempts
@@ -156,8 +175,12 @@ def _saved(attempts: Sequence[TimedAttempt]) -> str:
     if steps:
         step, is_guarded = steps[-1]
         text = f" The last checkpoint holds step {step}, from which the job can resume."
-        bad = " It is not guarded: a loss that is not finite may spoil those that are kept."
-        return text if is_guarded else text + bad
+        if not is_guarded:
+            text += (
+                " It is not guarded: after a loss that is not finite, all kept checkpoints may be "
+                "unusable."
+            )
+        return text
     return " No checkpoint was saved." if attempts else ""
 
 
@@ -168,15 +191,18 @@ def _is_good(attempt: TimedAttempt, step: int) -> bool:
     return diverged_at is None or step <= (good_step or 0)
 
 
-def _troubles(attempts: Sequence[TimedAttempt]) -> Iterator[str]:
+def _outcome_and_place(attempt: TimedAttempt) -> tuple[str, str]:
+    return attempt.outcome, attempt.spec.where
+
+
+def _describe_failures(attempts: Sequence[TimedAttempt]) -> Iterator[str]:
+    """Yield a text for each group of consecutive failures of the same kind on the same device."""
     failed = [
         attempt
         for attempt in attempts
         if attempt.outcome not in ("completed", UNFINISHED) and attempt.action != "stopped"
     ]
-    for (outcome, where), group in itertools.groupby(
-        failed, key=lambda a: (a.outcome, a.spec.where)
-    ):
+    for (outcome, where), group in itertools.groupby(failed, key=_outcome_and_place):
         members = list(group)
         sizes = dict.fromkeys(str(a.batch_size) for a in members if a.batch_size)
         times = ""
@@ -185,38 +211,43 @@ def _troubles(attempts: Sequence[TimedAttempt]) -> Iterator[str]:
             size = f" at micro-batch {', '.join(sizes)}"
         elif len(members) > 1:
             times = f" {len(members)} times"
-        # a process without a launcher's GPU chose its device itself
+        # A program that got no GPU from the launcher chose its device itself.
         place = f" on {where}" if members[0].spec.gpus else ""
         yield f"{outcome_in_words(outcome)}{times}{place}{size}"
 
 
 def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".")
+    """Return a text with a capital at its start and a full stop at its end."""
+    ending = "" if text.endswith((".", "!", "?")) else "."
+    return text[:1].upper() + text[1:] + ending
 
 
 def advice_of(story: Story, keys: Mapping[str, str] | None) -> Iterator[Advice]:
-    """Yield findings and advice, most promising first, or none if nothing was tight. ``keys`` are a
-    project's keys that stand for ours."""
+    """Yield findings and advice, the most promising first.
+
+    ``keys`` are the names that a project uses for our keys.
+    """
     words = Words(keys)
-    for advice in _advice_of(story):
-        steps = tuple(map(words.text, advice.steps))
+    for advice in _find_advice(story):
+        steps = tuple(words.text(step) for step in advice.steps)
         overrides = words.text(advice.overrides or "") or None
         yield replace(advice, steps=steps, overrides=overrides)
     for finding in speed_advice(story.attempts):
         yield Advice(_sentence(words.text(finding)))
 
 
-def _advice_of(story: Story) -> Iterator[Advice]:
-    yield from _what_worked(story)
-    yield from _failures(story.attempts)
-    inside = _inside_steps(story)
+def _find_advice(story: Story) -> Iterator[Advice]:
+    """Yield advice with our own keys."""
+    yield from _advise_size_that_fitted(story)
+    yield from _advise_after_failures(story.attempts)
+    inside = _count_ooms_in_steps(story)
     if inside:
         yield Advice(
             f"Memory ran out {inside} inside a step.",
             ("set training.batch_size to a size that fits: then no step is repeated",),
         )
     for device in story.memory:
-        yield from _tightness(device)
+        yield from _advise_on_full_gpu(device)
     if (story.stability or "").startswith("growing"):
         yield Advice(
             f"Memory was {story.stability}.",
@@ -227,8 +258,8 @@ def _advice_of(story: Story) -> Iterator[Advice]:
         )
 
 
-def _what_worked(story: Story) -> Iterator[Advice]:
-    """Advise to begin with the size that fitted."""
+def _advise_size_that_fitted(story: Story) -> Iterator[Advice]:
+    """Advise to start the next run with the size that fitted."""
     if not story.attempts or story.attempts[-1].outcome != "completed":
         return
     last = story.attempts[-1]
@@ -245,20 +276,22 @@ def _what_worked(story: Story) -> Iterator[Advice]:
         yield Advice(
             f"On {last.spec.where} micro-batch {last.batch_size} fitted and {sizes} did not. "
             f"Finding this out cost {duration(lost)}.",
-            ("begin the next run with the size that fitted",),
+            ("start the next run with the size that fitted",),
             f"training.batch_size={last.batch_size} "
             f"training.gradient_accumulation_steps={last.spec.accumulation}",
         )
 
 
-def _failures(attempts: Sequence[TimedAttempt]) -> Iterator[Advice]:
-    """Yield the last failure of each kind on each device."""
-    for attempt in {(a.outcome, a.device): a for a in attempts}.values():
+def _advise_after_failures(attempts: Sequence[TimedAttempt]) -> Iterator[Advice]:
+    """Yield the advice about the last failure of each kind on each device."""
+    last_failures = {(attempt.outcome, attempt.device): attempt for attempt in attempts}
+    for attempt in last_failures.values():
         if attempt.failure is not None and attempt.failure.advice:
-            yield Advice(_finding(attempt, attempt.failure), attempt.failure.advice)
+            yield Advice(_describe_failure(attempt, attempt.failure), attempt.failure.advice)
 
 
-def _finding(attempt: TimedAttempt, failure: Failure) -> str:
+def _describe_failure(attempt: TimedAttempt, failure: Failure) -> str:
+    """Return a sentence about a failure. For an out-of-memory error, it has the known sizes."""
     evidence = failure.evidence
     if not failure.kind.is_memory:
         return f"Attempt {attempt.number} on {attempt.spec.where}: {failure.message}"
@@ -269,14 +302,18 @@ def _finding(attempt: TimedAttempt, failure: Failure) -> str:
         "in use by tensors": evidence.allocated_bytes,
         "reserved but unused": evidence.reserved_unallocated_bytes,
     }
-    figures = [f"{memory(n)} {what}" for what, n in sizes.items() if n is not None]
-    in_brackets = f" ({', '.join(figures)})" if figures else ""
-    what = "GPU memory" if failure.kind is FailureKind.DEVICE_OOM else "Host memory"
-    size = "" if attempt.batch_size is None else f" at micro-batch {attempt.batch_size}"
-    return f"{what} ran out in attempt {attempt.number} on {attempt.spec.where}{size}{in_brackets}."
+    figures = [f"{memory(size)} {label}" for label, size in sizes.items() if size is not None]
+    kind = "GPU memory" if failure.kind is FailureKind.DEVICE_OOM else "Host memory"
+    text = f"{kind} ran out in attempt {attempt.number} on {attempt.spec.where}"
+    if attempt.batch_size is not None:
+        text += f" at micro-batch {attempt.batch_size}"
+    if figures:
+        text += f" ({', '.join(figures)})"
+    return f"{text}."
 
 
-def _tightness(device: DeviceMemory) -> Iterator[Advice]:
+def _advise_on_full_gpu(device: DeviceMemory) -> Iterator[Advice]:
+    """Yield advice if a GPU was almost full."""
     total = device.most("gpu_total")
     used = device.most("gpu_used")
     if used > _TIGHT * total > 0:
@@ -288,32 +325,35 @@ def _tightness(device: DeviceMemory) -> Iterator[Advice]:
                 "a longer sample or the first validation may not fit: leave some room with a "
                 "smaller training.batch_size and more training.gradient_accumulation_steps",
                 "robust-train gpus lists the processes on it; a higher min_gpu_memory_mb waits for "
-                "a freer GPU",
+                "a GPU with more free memory",
             ),
         )
 
 
 def _used_by_others(sample: Sample) -> int:
+    """Return the bytes of a GPU that were used outside of this job's cache."""
     used = sample.gpu_used or 0
     reserved = sample.reserved or 0
     return used - reserved
 
 
-def held_memory(attempts: Sequence[Attempt]) -> str:
-    """Return the most that a job's processes held of a GPU, empty if that was not measured."""
+def describe_held_memory(attempts: Sequence[Attempt]) -> str:
+    """Return the peak memory of a GPU that the job's processes held, empty if not measured."""
     peak = max((attempt.memory.get("gpu_peak", 0) for attempt in attempts), default=0)
     return f"{memory(peak)} at its peak, CUDA and libraries included" if peak else ""
 
 
 def speed_advice(attempts: Sequence[Attempt]) -> Iterator[str]:
-    """Yield what would make the job faster, by the last attempt whose speed is known."""
+    """Yield advice that would make the job faster, from the last attempt with a known speed."""
     measured = [attempt for attempt in attempts if speed_of(attempt)]
-    for last in measured[-1:]:
-        yield from _data(last)
-        yield from _slow_ranks(speed_of(last))
+    if measured:
+        last = measured[-1]
+        yield from _advise_on_data(last)
+        yield from _advise_on_slow_rank(speed_of(last))
 
 
-def _data(attempt: Attempt) -> Iterator[str]:
+def _advise_on_data(attempt: Attempt) -> Iterator[str]:
+    """Yield advice if training waited for data for much of the time."""
     speed = speed_of(attempt)
     num_workers = attempt.spec.noted("num_workers", 0)
     worst = max(speed, key=lambda rank: rank.data_share or 0)
@@ -321,7 +361,7 @@ def _data(attempt: Attempt) -> Iterator[str]:
     seconds = share * worst.steps * worst.seconds_per_step
     if share > _MUCH_WAITING_FOR_DATA and seconds >= _LEAST_SECONDS:
         who = "training" if len(speed) == 1 else f"rank {worst.rank}"
-        # a disk is suspected only when workers already prepare the samples
+        # The disk is only suspected if workers already prepare the samples.
         disk = ", or move the data to a faster disk if it is read from one" if num_workers else ""
         yield (
             f"{who} waited for data {percent(share)} of the time: raise "
@@ -329,7 +369,8 @@ def _data(attempt: Attempt) -> Iterator[str]:
         )
 
 
-def _slow_ranks(speed: Sequence[Speed]) -> Iterator[str]:
+def _advise_on_slow_rank(speed: Sequence[Speed]) -> Iterator[str]:
+    """Yield advice if a rank is much slower than the others."""
     slowest = find_slowest_rank(speed)
     if slowest is None:
         return
@@ -343,14 +384,16 @@ def _slow_ranks(speed: Sequence[Speed]) -> Iterator[str]:
 
 
 def seconds_per_step(speed: Sequence[Speed]) -> float:
-    """Return what a step has lately taken on the slowest rank, or 0 if unknown."""
-    seconds = (rank.seconds_per_step_now or rank.seconds_per_step for rank in speed)
+    """Return the recent time of a step on the slowest rank, 0 if it is unknown."""
+    seconds = [rank.seconds_per_step_now or rank.seconds_per_step for rank in speed]
     return max(seconds, default=0.0)
 
 
 def samples_per_second(speed: Sequence[Speed], ranks: int) -> float | None:
-    """Return the samples of all ranks, None if unknown. Ranks share a step alike, and of a script's
-    only the first reports."""
+    """Return the samples per second of all ranks, None if unknown.
+
+    In a script, only the first rank reports, and the others process as many samples.
+    """
     rates = [s.samples_per_second for s in speed if s.samples_per_second is not None]
     if not speed or len(rates) < len(speed):
         return None
@@ -358,7 +401,7 @@ def samples_per_second(speed: Sequence[Speed], ranks: int) -> float | None:
 
 
 def speed_text(speed: Sequence[Speed], ranks: int) -> str:
-    """Return the figures of all ranks in short, empty without any."""
+    """Return the speed of all ranks in one line, empty if it is unknown."""
     if not speed:
         return ""
     slowest = max(speed, key=lambda rank: rank.seconds_per_step)

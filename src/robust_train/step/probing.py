@@ -21,14 +21,8 @@ from robust_train.host import memory as host
 from robust_train.memory.clearing import clear_frames, return_memory
 from robust_train.memory.tensors import live_objects
 from robust_train.model.errors import AttemptsExhaustedError
-from robust_train.policy.sizes import (
-    Limits,
-    Probe,
-    fits,
-    largest_that_fits,
-    micro_batch_sizes,
-    next_size,
-)
+from robust_train.policy.search import Limits, Probe, fits, largest_that_fits, next_size
+from robust_train.policy.sizes import micro_batch_sizes
 from robust_train.readable import counted
 from robust_train.readable import memory as shown
 from robust_train.step.reachable import Models, models_of

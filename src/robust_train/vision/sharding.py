@@ -27,7 +27,7 @@ from robust_train.attempt.checkpoint_content import TensorChange, map_tensors
 from robust_train.attempt.read_checkpoint import INDEX, VALUES
 from robust_train.failures import classify_failure
 from robust_train.files import sync
-from robust_train.folder.checkpoints import (
+from robust_train.folder.checkpoint_writing import (
     CheckpointError,
     Content,
     system_errors,

@@ -25,7 +25,7 @@ from robust_train.attempt.read_checkpoint import read_newest
 from robust_train.attempt.run import Run, live_of
 from robust_train.failures import classify_failure
 from robust_train.folder.best import BEST_NAME, Best, record_best
-from robust_train.folder.checkpoints import CheckpointError, write_atomically
+from robust_train.folder.checkpoint_writing import CheckpointError, write_atomically
 from robust_train.model.errors import ConfigError, RankFailure, TrainingStopped
 from robust_train.step.ranks import of_all_ranks
 from robust_train.step.replicas import Replicated

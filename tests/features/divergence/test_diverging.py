@@ -97,7 +97,7 @@ def test_giving_up_names_step_loss_and_checkpoint(world):
     assert outcomes(ended) == ["diverged", "diverged"], ended.output
     assert ended.summary["status"] == "failed"
     reason = ended.summary["reason"]
-    assert "the loss is nan since step 17; the last good one was" in reason
+    assert "the loss is nan since step 17; the last good loss was" in reason
     assert "at step 16; the checkpoint before it is step-015.pt (step 15)" in reason
     assert "Traceback" not in ended.output
     assert ended.summary["checkpoint"].endswith("step-015.pt")
@@ -143,18 +143,18 @@ def after(losses, plan):
 
 def test_only_a_loss_that_stays_bad_has_diverged():
     plan, nan = DivergenceKeys(patience=3), float("nan")
-    assert after([1.0, nan, nan, 1.0, nan, nan], plan).diverged(plan) == ""
-    diverged = after([1.0, 0.5, nan, float("inf"), nan], plan).diverged(plan)
-    assert diverged == "the loss is nan since step 3; the last good one was 0.5 at step 2"
+    assert after([1.0, nan, nan, 1.0, nan, nan], plan).why_diverged(plan) == ""
+    diverged = after([1.0, 0.5, nan, float("inf"), nan], plan).why_diverged(plan)
+    assert diverged == "the loss is nan since step 3; the last good loss was 0.5 at step 2"
 
 
 def test_lasting_spikes_count_if_they_are_asked_for():
     noise = [1.0 + 0.01 * (number % 7) for number in range(40)]
     plan = DivergenceKeys(patience=2, spike_sigma=6.0)
     high = [*noise, *[5.0] * 20]
-    assert after([*high[:-1], 1.0], plan).diverged(plan) == ""
-    assert "far above its median, since step 41" in after(high, plan).diverged(plan)
-    assert after(high, DivergenceKeys()).diverged(DivergenceKeys()) == ""
+    assert after([*high[:-1], 1.0], plan).why_diverged(plan) == ""
+    assert "far above its median, since step 41" in after(high, plan).why_diverged(plan)
+    assert after(high, DivergenceKeys()).why_diverged(DivergenceKeys()) == ""
 
 
 def saved(folder, *checkpoints):

@@ -178,7 +178,7 @@ def test_a_declared_figure_changes_nothing(tmp_path, cuda_machine_with):
 
 @pytest.mark.parametrize(
     ("option", "words"),
-    [("isolation=none", "which is not measured, so 4000 MiB stay reserved"), ("device=cpu", "")],
+    [("isolation=none", "are not measured: 4000 MiB are reserved"), ("device=cpu", "")],
 )
 def test_nothing_is_promised_without_a_measurement(tmp_path, option, words):
     """Training in the launcher's process is not measured, and the CPU has nothing to measure."""

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from robust_train.config.schema import RobustConfig
-from robust_train.features.measured_memory.launcher import MeasuredMemory, _Attempt
+from robust_train.features.measured_memory.launcher import MeasuredMemory, Measurement
 from robust_train.features.measured_memory.model import (
     FIRST_STEPS,
     PEAK,
@@ -140,7 +140,7 @@ def test_torch_counts_a_peak_between_samples():
     assert peak_by_torch({"max_resident": GIB}) == 0
     config = RobustConfig(gpu_jobs_per_device=2)
     feature = MeasuredMemory(SimpleNamespace(plan=SimpleNamespace(config=config)))
-    feature._attempt = _Attempt(1, ("A", "B"), {}, peaks={"A": GIB, "B": 2 * GIB})
+    feature.current = Measurement(1, ("A", "B"), {}, peaks={"A": GIB, "B": 2 * GIB})
     attempt = Attempt(1, AttemptSpec((), 8, 1), memory=figures)
     assert feature.evidence(attempt, [attempt]).memory[PEAK] == 3 * GIB + 500 * MIB
 

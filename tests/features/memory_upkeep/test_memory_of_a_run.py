@@ -211,7 +211,7 @@ def emptied(steps, frequency, threshold, *, comes_back):
     once, or time and again."""
     checks, unused_share, done = CacheChecks(frequency, threshold), 0.8, []
     for step in range(1, steps + 1):
-        if checks.empties(lambda share=unused_share: share):
+        if checks.should_empty(lambda share=unused_share: share):
             done.append(step)
             unused_share = 0.8 if comes_back else 0.0
     return done
@@ -233,5 +233,5 @@ def test_a_useful_check_makes_checks_frequent_again():
     shares = {10: 0.8, 30: 0.8, 70: 0.8, 150: 0.1, 160: 0.8}
     seen = []
     for number in range(1, 161):
-        checks.empties(lambda number=number: seen.append(number) or shares[number])
+        checks.should_empty(lambda number=number: seen.append(number) or shares[number])
     assert seen == list(shares)

@@ -1,6 +1,6 @@
 """The variables that a command reads, as ``environment.json`` has them."""
 
-from robust_train.features.provenance.environment import changed_variables, variables_named
+from robust_train.features.provenance.environment import describe_changes, find_variables_read
 
 
 def test_recorded_variables_of_a_command_exclude_secrets(tmp_path):
@@ -12,14 +12,16 @@ def test_recorded_variables_of_a_command_exclude_secrets(tmp_path):
     words = ["bash", "cmd.sh", "t.py", "--data=$DATA", "out=${oc.env:PLACE}", "no file", "\0"]
     secret = "hf_" + "a1B2" * 8
     environ = {"O": "one", "DATA": "/d", "SEED": "1", "API_TOKEN": "x", "PLACE": secret}
-    named = variables_named(words, tmp_path, environ)
+    named = find_variables_read(words, tmp_path, environ)
     assert named == {"DATA": "/d", "LR": None, "O": "one", "SEED": "1"}
 
     before = {"job": "this", "command_variables": named}
-    now = variables_named(words, tmp_path, {"O": "s3://me:pw@host/two", "LR": "1", "DATA": "/d"})
-    changed = changed_variables(before, "this", now)
+    now = find_variables_read(
+        words, tmp_path, {"O": "s3://me:pw@host/two", "LR": "1", "DATA": "/d"}
+    )
+    changed = describe_changes(before, "this", now)
     names = "LR was not set and is '1'; O was 'one' and is 's3://…@host/two'; SEED was '1' and is"
     assert changed == f"{names} not set"
-    assert changed_variables(before, "another", now) == ""
-    assert changed_variables({}, "this", now) == ""
-    assert changed_variables(before, "this", named) == ""
+    assert describe_changes(before, "another", now) == ""
+    assert describe_changes({}, "this", now) == ""
+    assert describe_changes(before, "this", named) == ""

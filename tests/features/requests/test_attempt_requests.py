@@ -122,7 +122,7 @@ def test_a_trainer_gets_one_round_before_a_refusal(asking):
     asking.run.progress(2)
     error = asking.reply()["error"]
     assert "does not call run.should_save()" in error
-    assert "'robust-train stop', which saves one first" in error
+    assert "'robust-train stop', which saves a checkpoint first" in error
     assert not asking.run.should_save()
 
 
@@ -189,7 +189,7 @@ def test_without_other_hooks_the_optimizer_step_takes_requests(attempt, has_othe
         else:
             wait_until(lambda: hooks, "it is hooked in")
             optimizer.step()
-        assert "knows no such request" in asking.reply()["error"]
+        assert "do not support this request" in asking.reply()["error"]
         asking.requests.close(None)
         assert len(hooks) == has_other
 
@@ -210,7 +210,7 @@ def test_no_request_is_carried_out_by_two_threads(asking):
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(asking.run.progress, range(8)))
     for number in range(1, 21):
-        assert "knows no such request" in asking.reply(number)["error"]
+        assert "do not support this request" in asking.reply(number)["error"]
     assert not find_requests(asking.path.parent, TAKEN)
 
 

@@ -17,9 +17,9 @@ OF_A_GPU = """
 import json, os, subprocess, sys
 from robust_train.gpu import processes
 from robust_train.gpu.inventory import read_inventory
-from robust_train.features.slow.launcher import SlowWatch, _on_gpus
+from robust_train.features.slow.launcher import SlowWatch, _describe_gpu_problems
 processes.sees_host_pids = lambda: True
-print(json.dumps(_on_gpus(read_inventory().gpus)))
+print(json.dumps(_describe_gpu_problems(read_inventory().gpus)))
 """
 
 
@@ -31,7 +31,7 @@ while not (inventory := read_inventory()).gpus[0].processes:
     time.sleep(0.02)
 watch = SlowWatch(inventory.gpus[:1], print)
 watch.poll()
-print(json.dumps(_on_gpus(inventory.gpus[:1])))
+print(json.dumps(_describe_gpu_problems(inventory.gpus[:1])))
 trainer.kill()
 """
 

@@ -21,7 +21,12 @@ from robust_train.features.stall.launcher import (
     nccl_variables,
     remove_nccl_pipes,
 )
-from robust_train.features.stall.model import SHORTEST_SECONDS, STARTUP_SECONDS, Pulse, standstill
+from robust_train.features.stall.model import (
+    SHORTEST_SECONDS,
+    STARTUP_SECONDS,
+    Pulse,
+    measure_standstill,
+)
 from robust_train.features.stall.record import Stalled, StallWarning
 from robust_train.host.signals import SignalWatch
 from robust_train.model.events import (
@@ -46,13 +51,13 @@ def pulses(draw):
 
 
 def share(limit, pulse):
-    return standstill(limit, pulse).share
+    return measure_standstill(limit, pulse).share
 
 
 @given(pulses(), st.floats(1, 1e5))
 def test_a_limit_counts_from_the_last_progress(pulse, limit):
     """Before any progress it counts from the last sign of life."""
-    assert standstill(0, pulse) is None, "never"
+    assert measure_standstill(0, pulse) is None, "never"
     since = pulse.alive if pulse.reported is None else pulse.reported
     assert (share(limit, pulse) >= 1) == ((pulse.now - since) / limit >= 1)
 
@@ -60,7 +65,7 @@ def test_a_limit_counts_from_the_last_progress(pulse, limit):
 @given(pulses())
 def test_a_learned_limit_has_lower_bounds(pulse):
     """Ten minutes of silence, and half an hour at the start."""
-    stands = standstill(None, pulse)
+    stands = measure_standstill(None, pulse)
     least = STARTUP_SECONDS if pulse.reported is None else SHORTEST_SECONDS
     assert stands.limit_seconds >= max(least, 5 * pulse.longest)
     if stands.share >= 1 and pulse.now - pulse.alive < least:
@@ -135,7 +140,7 @@ class Watched:
             self._clock.now += 5.0
             if printing:
                 self.watch.output()
-            if (stands := self.watch.standstill()) is not None:
+            if (stands := self.watch.detect_hang()) is not None:
                 return stands
         return None
 
@@ -218,7 +223,7 @@ def test_time_of_a_suspended_launcher_does_not_count(watched, clock):
     watched.watch.event(Progress(1))
     for day in (1, 2, 3):
         clock.now += 86_400.0
-        assert watched.watch.standstill() is None, f"day {day}"
+        assert watched.watch.detect_hang() is None, f"day {day}"
     assert watched.wait(500) is None
 
 
@@ -277,7 +282,7 @@ def test_a_busy_gpu_is_a_sign_of_life(machine_with, percent, others, hangs):
         stands = None
         while stands is None and clock.now < 4000:
             clock.now += 4.0
-            stands = watch.standstill()
+            stands = watch.detect_hang()
         print("true" if stands else "false")
         """,
         PYTHONPATH=str(SUPPORT),

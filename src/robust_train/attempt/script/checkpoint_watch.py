@@ -16,7 +16,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from robust_train.folder.checkpoints import SUFFIX, UNFINISHED, files_in, is_whole
+from robust_train.folder.checkpoint_files import UNFINISHED, files_in, is_whole
+from robust_train.folder.checkpoints import SUFFIX
 from robust_train.model.events import CheckpointUnused
 
 log = logging.getLogger("robust_train")

@@ -43,7 +43,8 @@ from robust_train.config.placeholders import (
 from robust_train.config.schema import RobustConfig
 from robust_train.failures.exits import signal_of
 from robust_train.files import write_json
-from robust_train.folder.checkpoints import USELESS, damage_in, is_whole, read_manifests
+from robust_train.folder.checkpoint_files import damage_in, is_whole
+from robust_train.folder.checkpoints import USELESS, read_manifests
 from robust_train.folder.identity import wait_until_readable
 from robust_train.host.linux import TICK_SECONDS, shared_machine_environment
 from robust_train.model.errors import TrainingStopped, UserError

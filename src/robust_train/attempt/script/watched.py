@@ -23,7 +23,8 @@ from robust_train.attempt.script.checkpoint_watch import (
     find_checkpoint,
 )
 from robust_train.attempt.script.messages import LineReader, Result, parse
-from robust_train.folder.checkpoints import START, Position, is_whole, read_manifests
+from robust_train.folder.checkpoint_files import is_whole
+from robust_train.folder.checkpoints import START, Position, read_manifests
 from robust_train.model.errors import TrainingDiverged
 from robust_train.model.events import (
     CheckpointSaved,

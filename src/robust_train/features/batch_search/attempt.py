@@ -1,8 +1,13 @@
-"""Searches for the micro-batch in the first step of an attempt."""
+"""Searches for the micro-batch in the first step of an attempt (``training.batch_size=auto``).
+
+The attempt's runner calls `BatchSearch.begin`. Then the splitter of batches, which knows the first
+batch, calls `search_in_first_step` before it computes the first step.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -21,7 +26,8 @@ log = logging.getLogger("robust_train")
 
 
 class BatchSearch(InAttempt):
-    """Lets the first step look for the largest micro-batch that fits, if the attempt searches."""
+    """Makes the first step search for the largest micro-batch that fits, if the launcher asks for
+    it."""
 
     def begin(self) -> None:
         """Pass the search to the splitter of batches, which calls it once."""
@@ -35,18 +41,18 @@ class BatchSearch(InAttempt):
 def search_in_first_step(
     plan: SearchPlan, send: Report, samples: int, run: Callable[[int], object], start: StepStart
 ) -> FoundBatchSize | None:
-    """Find the size in a step's first batch, and report it.
+    """Find the largest micro-batch that fits, and report it to the launcher.
 
     Args:
         plan: the limits of the search.
-        send: reports the size.
-        samples: the samples in the batch.
-        run: makes a forward and backward pass of that many samples.
+        send: sends the result to the launcher.
+        samples: the number of samples in the batch.
+        run: makes a forward and backward pass of the given number of samples.
         start: the state at the start of the step.
 
     Returns:
-        The size, or None if it cannot be found: with several processes or devices, or in too small
-        a batch.
+        The size, or None if a search is impossible: with several processes or devices, or if the
+        batch is too small.
     """
     # These import torch, which some trainers do not use.
     from robust_train.step import ranks
@@ -57,13 +63,19 @@ def search_in_first_step(
     if not devices:
         devices = {device_of(())}
     sizes = plan.sizes(samples)
-    why = None if sizes else f"the first batch has {samples} samples only"
+    obstacle = None
     if ranks.here() is not None:
-        why = "several processes train together"
+        obstacle = "several processes train together"
     elif len(devices) > 1:
-        why = "several devices share"
-    if why is not None:
-        log.info("training.batch_size=auto: no probes, since %s: sizes are halved instead", why)
+        obstacle = "the model is on several devices"
+    elif not sizes:
+        obstacle = f"the first batch has only {samples} samples"
+    if obstacle is not None:
+        log.info(
+            "training.batch_size=auto: no probes, because %s: the batch is halved when memory runs "
+            "out",
+            obstacle,
+        )
         return None
     state_bytes, step_bytes = optimizer_bytes(parameters)
     meter = Meter(devices.pop(), plan.memory_share)
@@ -71,6 +83,6 @@ def search_in_first_step(
     log.info("training.batch_size=auto: %s", result)
     effective = plan.effective_batch_size
     size = result.batch_size
-    accumulation = None if size is None else -(-effective // size)
+    accumulation = None if size is None else math.ceil(effective / size)
     send(BatchSizeFound(size, accumulation, effective, result.as_json()))
     return result

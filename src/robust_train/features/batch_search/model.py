@@ -1,4 +1,7 @@
-"""The plan of a search: between which sizes, in which share of the memory."""
+"""The plan of a search for the micro-batch: the sizes to choose from, and the memory to use.
+
+`batch_search.attempt` makes the plan in the process that trains. Pure.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ class SearchPlan:
         )
 
     def sizes(self, samples: int) -> tuple[int, ...]:
-        """Return the micro-batches to choose from in a batch of ``samples``, smallest first. Empty
-        if the batch is smaller than all of them."""
+        """Return the micro-batches to choose from, smallest first. Empty if the batch has fewer
+        samples than the smallest."""
         sizes = exact_sizes(self.effective_batch_size, self.min_batch_size)
         return tuple(size for size in sizes if size <= samples)

@@ -47,4 +47,6 @@ class BatchSearchNote(Note):
 
     def after(self, event: Event, attempt: Attempt) -> BatchSearchNote:
         """Return the note with the figures of the search."""
-        return BatchSearchNote(event.figures) if isinstance(event, BatchSizeFound) else self
+        if isinstance(event, BatchSizeFound):
+            return BatchSearchNote(event.figures)
+        return self

@@ -1,4 +1,5 @@
-"""Data-loader workers: fewer of them if they hold the memory."""
+"""Data-loader workers: counted while an attempt runs, and reduced if they fill the host's memory or
+die."""
 
 from robust_train.model.feature import Feature
 

@@ -1,4 +1,8 @@
-"""Whether the trainer accepts the number of data-loader workers in its config."""
+"""Records whether the trainer uses the number of data-loader workers in its config.
+
+The runner calls `ReadsWorkers.evidence` in the attempt when an attempt fails. If the trainer
+ignores the number, the launcher cannot reduce its workers.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,10 @@ from robust_train.model.failure import Failure, FailureKind
 
 
 class ReadsWorkers(InAttempt):
-    """Notes whether the launcher can reduce the workers."""
+    """Adds to the evidence of a failure whether the trainer reads the number of workers."""
 
     def evidence(self, failure: Failure) -> Failure:
-        """Add to a lack of host memory whether the trainer reads a number of workers."""
+        """Mark a lack of host memory if the trainer does not read the number of workers."""
         if failure.kind is not FailureKind.HOST_OOM or self.live.supports(WORKERS):
             return failure
         finding = replace(failure.evidence.of(WorkersFinding), no_workers=True)

@@ -1,5 +1,9 @@
-"""Counts the data-loader workers of an attempt, and the memory that they hold, from the
-launcher."""
+"""Counts the data-loader workers of an attempt and checks how much memory they hold, in the
+launcher.
+
+`WorkersWatch` looks at the attempt's processes while it runs, and sends the result when the attempt
+ends. `DataLoaderWorkers` adds the result to the evidence of a failure.
+"""
 
 from __future__ import annotations
 
@@ -21,69 +25,71 @@ from robust_train.model.attempt import Attempt
 from robust_train.model.events import Event
 from robust_train.model.failure import FailureKind
 
-_OF_THE_HOST = (FailureKind.HOST_OOM, FailureKind.WORKER_DEATH)
-_LONGEST_BETWEEN_LOOKS = 60.0
-# A share of the attempt's time from its start. If no workers were seen by then, there are none.
+# The kinds of failure for which workers matter.
+_KINDS = (FailureKind.HOST_OOM, FailureKind.WORKER_DEATH)
+_LONGEST_PAUSE_SECONDS = 60.0
+# If no workers existed after this share of the attempt's time, the trainer does not use workers.
 _LATE = 1 / 3
 
 
 class WorkersWatch(Watch):
-    """Looks for data-loader workers, ever less often."""
+    """Looks for data-loader workers. The pauses between two looks grow with the attempt's age."""
 
     def __init__(
         self, request: AttemptRequest, pids: Sequence[int], send: Callable[[Event], None]
     ) -> None:
         super().__init__(request, pids, send)
         self._send = send
-        self._workers = Workers()  # those of the last look that found any
-        self._began = time.monotonic()
-        self._looked = self._began
-        self._look_at = self._began + TICK_SECONDS
+        self._workers = Workers()  # the workers of the last look that found any
+        self._began_at = time.monotonic()
+        self._looked_at = self._began_at
+        self._next_look = self._began_at + TICK_SECONDS
 
     def poll(self, living: Mapping[int, Interpreter]) -> End | None:
         """Count the workers if that is due."""
         now = time.monotonic()
-        if now < self._look_at:
+        if now < self._next_look:
             return None
         workers = find_workers([process.pid for process in living.values()])
         if workers.count:
             self._workers = workers
-        self._looked = now
-        pause = max(now - self._began, TICK_SECONDS)
-        self._look_at = now + min(pause, _LONGEST_BETWEEN_LOOKS)
+        self._looked_at = now
+        pause = max(now - self._began_at, TICK_SECONDS)
+        self._next_look = now + min(pause, _LONGEST_PAUSE_SECONDS)
         return None
 
     def close(self) -> None:
-        """Record the workers. That there are none counts only if the last look was late enough."""
-        seconds = time.monotonic() - self._began
-        is_late = self._looked - self._began >= _LATE * seconds
+        """Send the workers that were found. If none were found, send that only if the last look was
+        late enough to be sure."""
+        seconds = time.monotonic() - self._began_at
+        is_late = self._looked_at - self._began_at >= _LATE * seconds
         workers = self._workers
         if workers.count or is_late:
             self._send(WorkersSeen(workers.count, workers.hold_most))
 
 
 class DataLoaderWorkers(InLauncher):
-    """Adds the workers to the evidence for a lack of host memory."""
+    """Adds the workers to the evidence of a failure."""
 
     def evidence(self, attempt: Attempt, history: History) -> Attempt:
-        """Add the workers to a lack of host memory, or to the death of a worker.
+        """Add the workers to the evidence if host memory ran out, or if a worker died.
 
-        A process that is refused memory has reached its own limit, for which workers do not matter.
-        They matter if the kernel counts the memory of all processes.
+        The memory that workers hold matters only if the kernel counted the memory of all processes.
+        If an allocation failed in a single process, that process reached its own limit.
         """
         failure = attempt.failure
-        if failure is None or failure.kind not in _OF_THE_HOST:
+        if failure is None or failure.kind not in _KINDS:
             return attempt
         note = attempt.of(WorkersNote)
         workers = note.workers_seen
         if failure.kind is FailureKind.WORKER_DEATH and not workers:
-            # A worker that died early existed between two looks.
+            # The worker that died existed only between two looks.
             workers = None
-        is_of_all = failure.evidence.library in ("kernel", "os", "ray")
+        counts_all_processes = failure.evidence.library in ("kernel", "os", "ray")
         finding = replace(
             failure.evidence.of(WorkersFinding),
             workers=workers,
-            workers_hold_most=note.they_held_most if is_of_all else False,
+            workers_hold_most=note.they_held_most if counts_all_processes else False,
         )
         evidence = failure.evidence.having(finding)
         return replace(attempt, failure=replace(failure, evidence=evidence))

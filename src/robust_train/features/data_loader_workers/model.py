@@ -1,4 +1,7 @@
-"""The remedies that start fewer data-loader workers when these hold the memory or die."""
+"""Remedies that change the number of data-loader workers.
+
+`assembly.load_remedies` orders them, and ``policy.decide`` calls them in the launcher. Pure.
+"""
 
 from __future__ import annotations
 
@@ -13,31 +16,33 @@ from robust_train.policy.context import FailureContext
 _NEEDS_WORKERS = re.compile(r"persistent_workers|prefetch_factor|num_workers|multiprocessing")
 
 
-def fewer_workers(context: FailureContext) -> Retry | None:
-    """Halve the data-loader workers if they hold the memory or die, each with less ahead.
+def reduce_workers(context: FailureContext) -> Retry | None:
+    """Halve the data-loader workers if they fill the host's memory or die. Each worker then
+    prefetches fewer batches too.
 
-    If they hold the memory, one worker is left, since many programs cannot load in the training
-    process. The built-in trainer can. If workers die, training without any is tried once.
+    If they fill the memory, at least one worker stays, because many programs cannot load data in
+    the training process. The built-in trainer can. If workers die, the job tries once without
+    workers.
     """
     evidence = context.evidence
     seen = evidence.of(WorkersFinding)
     last = context.last.of(WorkersKnob)
     is_host = context.failure.kind is FailureKind.HOST_OOM
-    # If a worker died, there were workers.
+    # If a worker died, workers existed.
     has_none = seen.no_workers or (is_host and seen.workers == 0)
     holds_little = is_host and seen.workers_hold_most is False
     if has_none or holds_little or _workers_are_fixed(context):
         return None
     if evidence.clue in (Clue.IMPORT, Clue.MODEL):
         return None
-    workers = last.num_workers // 2
     prefetch = last.prefetch_factor
-    if context.config.theirs is None:  # a project has no key for it
+    if context.config.theirs is None:  # A project's config has no key for it.
         prefetch = max(prefetch // 2, 1)
     tried = {attempt.spec.of(WorkersKnob).num_workers for attempt in context.history}
     has_tried_none = 0 in tried
     may_have_none = context.config.is_built_in or not (is_host or has_tried_none)
-    workers = workers if may_have_none else max(workers, 1)
+    least = 0 if may_have_none else 1
+    workers = max(last.num_workers // 2, least)
     if workers >= last.num_workers:
         return None
     how = f": {last.num_workers} → {workers} data-loader workers"
@@ -46,27 +51,30 @@ def fewer_workers(context: FailureContext) -> Retry | None:
     return context.retry("fewer_workers", how, WorkersKnob(workers, prefetch))
 
 
-def workers_after_all(context: FailureContext) -> Retry | None:
+def restore_one_worker(context: FailureContext) -> Retry | None:
     """Return to a single worker if the trainer refused to train without workers."""
-    before = context.history[-2:-1]
-    had_some = any(
-        attempt.spec.of(WorkersKnob).num_workers and attempt.kind is FailureKind.WORKER_DEATH
-        for attempt in before
-    )
-    is_refused = _NEEDS_WORKERS.search(context.failure.message)
-    knob = context.last.of(WorkersKnob)
-    if knob.num_workers or not had_some or not is_refused:
+    if len(context.history) < 2:
         return None
-    how = ": it cannot do without data-loader workers: 0 → 1"
+    before = context.history[-2]
+    had_workers = before.spec.of(WorkersKnob).num_workers > 0
+    has_lost_worker = had_workers and before.kind is FailureKind.WORKER_DEATH
+    is_refused = _NEEDS_WORKERS.search(context.failure.message) is not None
+    knob = context.last.of(WorkersKnob)
+    if knob.num_workers or not has_lost_worker or not is_refused:
+        return None
+    how = ": it cannot train without data-loader workers: 0 → 1"
     return context.retry("fewer_workers", how, WorkersKnob(1, knob.prefetch_factor))
 
 
 def _workers_are_fixed(context: FailureContext) -> bool:
-    """Return whether the trainer had as many workers although its config has fewer."""
+    """Return whether the trainer started as many workers as before, although its config asked for
+    fewer."""
     seen = context.evidence.of(WorkersFinding).workers
-    given = context.last.of(WorkersKnob).num_workers
-    return bool(seen) and any(
-        attempt.spec.of(WorkersKnob).num_workers > given
-        and attempt.evidence.of(WorkersFinding).workers == seen
-        for attempt in context.history[:-1]
-    )
+    if not seen:
+        return False
+    requested = context.last.of(WorkersKnob).num_workers
+    for earlier in context.history[:-1]:
+        had_more_requested = earlier.spec.of(WorkersKnob).num_workers > requested
+        if had_more_requested and earlier.evidence.of(WorkersFinding).workers == seen:
+            return True
+    return False

@@ -1,4 +1,8 @@
-"""The data-loader workers in the record of an attempt."""
+"""The data-loader workers in an attempt's spec and record.
+
+The launcher chooses the knob, counts the workers, and adds note and finding. The remedies in
+`.model` read them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WorkersKnob(Knob):
-    """The number of workers, and of batches that they prepare."""
+    """The number of data-loader workers, and of batches that they prefetch."""
 
     behind = "ranks"
 
@@ -49,7 +53,8 @@ class WorkersSeen(Event):
 
 @dataclass(frozen=True)
 class WorkersNote(Note):
-    """The workers that were seen, None if unknown. Only the record of a failure has them."""
+    """The workers that the launcher saw, None if unknown. Files contain them only as a finding of a
+    failure."""
 
     folds = (WorkersSeen,)
 
@@ -65,12 +70,12 @@ class WorkersNote(Note):
 
 @dataclass(frozen=True)
 class WorkersFinding(Finding):
-    """The part that data-loader workers had in a lack of host memory, or in their own death."""
+    """The data-loader workers when host memory ran out, or when a worker died."""
 
     behind = "library"
 
-    # Whether the trainer has read no number of data-loader workers.
+    # Whether the trainer did not read the number of workers in its config.
     no_workers: bool = False
     workers: int | None = None  # data-loader workers among the attempt's processes
-    # Whether they held most of the memory that ran out; None if unknown.
+    # Whether the workers held most of the memory that ran out, None if unknown.
     workers_hold_most: bool | None = None

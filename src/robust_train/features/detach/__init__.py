@@ -1,4 +1,4 @@
-"""Jobs in the background, which a logout does not end (``detach=true``)."""
+"""Jobs in the background that continue after a logout (``detach=true``)."""
 
 from robust_train.features.detach.model import DetachKeys
 from robust_train.model.feature import Feature

@@ -1,4 +1,8 @@
-"""Ends the foreground command once the job in the background has started."""
+"""Ends the foreground command as soon as the job in the background waits or trains.
+
+The launcher of a detached job runs in the background. The command that started it waits for a
+message, prints it and exits.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,10 @@ from robust_train.queue.waiting import WaitStatus
 
 
 class Detach(InLauncher):
-    """Tells the foreground command that the job waits or trains."""
+    """Notifies the foreground command that the job waits or trains."""
 
     def event(self, event: Event, attempt: Attempt | None) -> None:
-        """Send the foreground command the lines that it prints before it ends."""
+        """Send the foreground command the text that it prints before it exits."""
         if isinstance(event, WaitStatus | AttemptStarted):
             state = self.job.state
             folder = self.job.plan.run_dir

@@ -1,4 +1,4 @@
-"""The key ``detach``."""
+"""The key ``detach``. The command reads it before it starts the job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Disks that are full, read-only or broken: evidence of them, and a wait for space."""
+"""Full, read-only or broken disks: the evidence for them, and a wait for free space."""
 
 from robust_train.model.feature import Feature
 

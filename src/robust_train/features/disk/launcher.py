@@ -1,4 +1,5 @@
-"""Recognises a disk that ended an attempt, and waits until a full disk has space again."""
+"""Recognises that a disk ended an attempt, and waits until a full disk has space again, in the
+launcher."""
 
 from __future__ import annotations
 
@@ -10,13 +11,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from robust_train.folder.checkpoints import (
-    full_folder,
-    is_read_only,
-    pass_over_damaged,
-    paths_in,
-    why_full,
-)
+from robust_train.folder.checkpoints import pass_over_damaged
+from robust_train.folder.full_disk import full_folder, is_read_only, paths_in, why_full
 from robust_train.launcher.hooks import History, InLauncher
 from robust_train.model.attempt import Attempt
 from robust_train.model.failure import Clue, Failure, FailureKind
@@ -25,18 +21,18 @@ from robust_train.model.spec import Retry
 log = logging.getLogger("robust_train")
 
 _POLL_SECONDS = 5.0
-_LINE_SECONDS = 60.0
+_LOG_SECONDS = 60.0
 
 
 class Disk(InLauncher):
-    """Adds the disk's part to the evidence of a failure, and waits for space before a retry."""
+    """Adds the disk's state to the evidence of a failure, and waits for space before a retry."""
 
     def evidence(self, attempt: Attempt, history: History) -> Attempt:
-        """Return the attempt with the disk's evidence of its failure.
+        """Return the attempt with the disk's state in its failure.
 
-        If the file system became read-only because of an error, an attempt that could not write
-        there failed because of the disk. Otherwise that is the user's mistake. A checkpoint that
-        its script could not read is passed over from now on.
+        An attempt that could not write to a read-only file system failed because of the disk if an
+        error made the file system read-only. Otherwise the user chose a wrong folder. A checkpoint
+        that the script could not read is skipped from now on.
         """
         failure = attempt.failure
         if failure is None:
@@ -51,28 +47,29 @@ class Disk(InLauncher):
         return replace(attempt, failure=failure)
 
     def _with_folder(self, failure: Failure) -> Failure:
-        """Return the failure with the folder that is full, unless its message has it: torch.save
-        names no file, and what a program writes need not be in the run folder."""
+        """Return the failure with the name of the full folder, unless its message names it.
+
+        torch.save names no file, and a program may write outside of the run folder. So folders in
+        its command, and usual folders, are checked too.
+        """
         if full_folder(paths_in(failure.message)) is not None:
             return failure
         plan = self.job.plan
-        words = (word.rpartition("=")[2] for word in plan.config.trainer.argv or ())
-        named = [Path(word).absolute() for word in words if "/" in word]
-        places = [
-            plan.run_dir,
-            *named,
-            Path.cwd(),
-            Path(tempfile.gettempdir()),
-            Path.home() / ".cache",
-        ]
-        folder = full_folder(places)
+        folders = [plan.run_dir]
+        for word in plan.config.trainer.argv or ():
+            value = word.rpartition("=")[2]
+            if "/" in value:
+                folders.append(Path(value).absolute())
+        folders += [Path.cwd(), Path(tempfile.gettempdir()), Path.home() / ".cache"]
+        folder = full_folder(folders)
         if folder is None:
             return failure
         message = f"{failure.message}; no space is left in {folder}"
         return replace(failure, message=message)
 
     def _with_damaged(self, attempt: Attempt, failure: Failure) -> Failure:
-        """Return the failure with whether a checkpoint exists before an unreadable checkpoint."""
+        """Skip a checkpoint that the script could not read, and return the failure with whether an
+        earlier checkpoint exists. Other failures stay unchanged."""
         path = attempt.checkpoint or attempt.resumed_from
         lacks_file = f"No such file or directory: '{path}/" in failure.message
         is_damaged = lacks_file or failure.evidence.clue == Clue.DAMAGED
@@ -96,13 +93,13 @@ class Disk(InLauncher):
         failure = None if last is None else last.failure
         if failure is None or failure.kind is not FailureKind.DISK_FULL:
             return
-        next_line = 0.0
+        next_log = 0.0
         what_follows = "training continues"
         if self.job.checkpoint is None:
-            what_follows = "training begins again, for no checkpoint is known"
+            what_follows = "training starts from the beginning, because no checkpoint is known"
         needed_bytes = failure.evidence.requested_bytes or 0
         while problem := why_full(self.job.plan.run_dir, failure.message, needed_bytes):
-            if time.monotonic() >= next_line:
-                next_line = time.monotonic() + _LINE_SECONDS
+            if time.monotonic() >= next_log:
+                next_log = time.monotonic() + _LOG_SECONDS
                 log.warning("%s: waiting for space, then %s", problem, what_follows)
             self.job.sleep(_POLL_SECONDS)

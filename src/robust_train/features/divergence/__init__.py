@@ -1,4 +1,4 @@
-"""Training whose loss can no longer be used is noticed, undone and repeated."""
+"""Divergence: detects a loss that is no longer usable, and repeats training from before it."""
 
 from robust_train.features.divergence.model import DivergenceKeys
 from robust_train.model.feature import Feature

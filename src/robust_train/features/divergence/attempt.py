@@ -1,7 +1,9 @@
 """Watches the losses and updates of an attempt for divergence, in the process that trains.
 
-The attempt gives every loss and update to `Guard`, which reads figures from the device a step late.
-`Losses` is pure.
+`WatchesLosses` installs a `Guard`, which receives each loss and makes each update. The guard skips
+an update that would spoil the weights, and raises `TrainingDiverged` if losses stay bad. It reads
+a loss from the GPU a step late, so that training does not wait for the GPU. `Losses` decides when
+training has diverged, and is pure.
 """
 
 from __future__ import annotations
@@ -31,13 +33,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("robust_train")
 
-_RECENT = 128  # good losses that a spike is compared with
-_LEAST_RECENT = 16  # With fewer losses, none counts as a spike.
+_RECENT = 128  # good losses that a loss is compared with to find a spike
+_LEAST_RECENT = 16  # with fewer losses, no loss counts as a spike
 _STEPS_TO_PROVE = 100  # good steps that prove an earlier checkpoint good
-# Multiple of `patience` for spikes: a spike may pass, a loss that is not finite does not.
+# Multiple of `patience` for spikes. A spike may pass, but a loss that is not finite does not.
 _SPIKES = 10
-# Multiple of `patience` for skipped updates, which have not touched the weights.
-_LEFT_OUT = 3
+# Multiple of `patience` for skipped updates, because they leave the weights unchanged.
+_SKIPS = 3
 # Factor from the median absolute deviation to the standard deviation of a normal distribution.
 _SIGMA = 1.4826
 
@@ -48,10 +50,10 @@ class Losses:
 
     good_step: int | None = None  # last step with a good loss
     bad_since: int = 0  # first step of the current run of bad losses
-    bad_loss: float = 0.0
-    bad: int = 0  # reports in a row that are not good
-    not_finite: int = 0  # number of these that are not finite
-    # Recent good losses; more than the last one only if spikes are detected.
+    bad_loss: float = 0.0  # the last bad loss
+    bad: int = 0  # number of bad losses in a row
+    not_finite: int = 0  # number of losses among them that are not finite
+    # Recent good losses. Without the detection of spikes, only the last good loss.
     recent: tuple[float, ...] = ()
 
     def after(self, step: int, loss: float, plan: DivergenceKeys) -> Losses:
@@ -60,12 +62,10 @@ class Losses:
         if is_finite and not self._is_spike(loss, plan):
             most = _RECENT if plan.spike_sigma else 1
             return Losses(step, recent=(self.recent + (loss,))[-most:])
+        bad_since = self.bad_since if self.bad else step
+        not_finite = self.not_finite if is_finite else self.not_finite + 1
         return replace(
-            self,
-            bad_since=self.bad_since if self.bad else step,
-            bad_loss=loss,
-            bad=self.bad + 1,
-            not_finite=self.not_finite + (not is_finite),
+            self, bad_since=bad_since, bad_loss=loss, bad=self.bad + 1, not_finite=not_finite
         )
 
     def _is_spike(self, loss: float, plan: DivergenceKeys) -> bool:
@@ -76,14 +76,15 @@ class Losses:
         return loss - middle > plan.spike_sigma * _SIGMA * spread
 
     def of_checkpoint(self, step: int | None) -> str:
-        """Return a checkpoint's quality, as its manifest has it."""
+        """Return the quality of a checkpoint of this step, for its manifest: ``finite``,
+        ``diverged`` or ``unknown``."""
         good = self.good_step
         is_before = step is not None and good is not None and step <= good
         if self.not_finite and not is_before:
             return "diverged"
         return "unknown" if good is None else "finite"
 
-    def diverged(self, plan: DivergenceKeys) -> str:
+    def why_diverged(self, plan: DivergenceKeys) -> str:
         """Return the evidence that training has diverged, empty if it has not."""
         if self.not_finite >= plan.patience:
             what = f"the loss is {self.bad_loss}"
@@ -97,22 +98,23 @@ class Losses:
     def last_good(self) -> str:
         """The last good loss, for the end of a sentence."""
         if self.good_step is None:
-            return "; none before it was finite in this attempt"
-        return f"; the last good one was {self.recent[-1]:.4g} at step {self.good_step}"
+            return "; no loss before it was finite in this attempt"
+        return f"; the last good loss was {self.recent[-1]:.4g} at step {self.good_step}"
 
 
 class WatchesLosses(InAttempt):
-    """Installs the guard between training and its losses and updates (``divergence``)."""
+    """Installs the guard that receives losses and makes updates, unless the user sets
+    ``divergence.action=ignore``."""
 
     def begin(self) -> None:
-        """Start to watch, unless divergence is ignored."""
+        """Install the guard."""
         divergence = self.config.of(DivergenceKeys)
         if divergence.action != "ignore":
             self.live.watch(Guard(self.live, divergence))
 
 
 class Guard(LossWatch):
-    """Watches an attempt, and raises `TrainingDiverged` when training has become useless.
+    """Watches an attempt, and raises `TrainingDiverged` once training is useless.
 
     Attributes:
         divergence: the thresholds of divergence.
@@ -129,47 +131,47 @@ class Guard(LossWatch):
         self._good_since = time.time()  # about when the last good loss was reported
         self._source = COMPUTED
         self._late_losses: LateFigures | None = None
-        # Whether `step` ends the optimizer steps, and takes their losses.
+        # Whether the trainer ends its optimizer steps with `step`, which then takes their losses.
         self._makes_updates = False
         self._loss: Tensor | None = None  # loss of the current step
-        # Skipped updates in a row, from this step on.
-        self._skipped = 0
-        self._skips_from = 0
+        self._skipped = 0  # number of skipped updates in a row
+        self._skips_from = 0  # the step of the first of them
 
     def of_checkpoint(self, step: int | None) -> str:
-        """Return a checkpoint's quality, as its manifest has it."""
+        """Return the quality of a checkpoint of this step, for its manifest."""
         return self.losses.of_checkpoint(step)
 
     def allows_checkpoint(self) -> bool:
-        """Return whether the weights are worth a checkpoint."""
+        """Return whether the weights are worth saving."""
         return not self.losses.not_finite
 
     def proves(self, step: int) -> bool:
-        """Return whether enough good steps have followed a step to prove it good."""
+        """Return whether enough good steps followed a step to prove its checkpoint good."""
         good = self.losses.good_step
         return good is not None and good - step >= _STEPS_TO_PROVE
 
     # --- losses ---
 
     def computed(self, step: int, loss: Tensor) -> None:
-        """Take the loss of a batch."""
+        """Receive the loss of a batch."""
         self._loss = loss if self._loss is None else self._loss + loss
-        # `step` takes its own loss.
+        # If the trainer calls `step`, the loss is checked there, before the update.
         if not self._makes_updates:
             self.take(step, loss, COMPUTED)
 
     def take(self, step: int, loss: Any, source: int = GIVEN) -> None:
-        """Take the loss of a step.
+        """Receive the loss of a step.
 
-        A tensor is read a step later, when reading it does not wait. A reported loss replaces a
-        computed loss, and a given loss replaces both.
+        A tensor is read a step later, when its value is available without waiting for the GPU. A
+        trainer may pass the same loss in several ways: a reported loss replaces a computed loss,
+        and a loss that the user gives replaces both.
         """
         if source < self._source:
             return
         self._source = source
         if hasattr(loss, "detach"):
             if not self._late_losses:
-                # This imports torch, which the launcher does not.
+                # This module imports torch, which some trainers do not use.
                 from robust_train.step.update import LateFigures
 
                 self._late_losses = LateFigures()
@@ -182,17 +184,20 @@ class Guard(LossWatch):
             self._look_at(step, figure)
 
     def _look_at(self, step: int, loss: float) -> None:
-        """Add a loss. Raises TrainingDiverged if training has diverged."""
-        # An update that `step` left out has spoiled nothing.
+        """Add a loss.
+
+        Raises:
+            TrainingDiverged: training has diverged.
+        """
+        # `step` skipped the update of a loss that is not finite, so the weights are intact.
         if self._makes_updates and not math.isfinite(loss):
             return
         self.losses = self.losses.after(step, loss, self.divergence)
         if not self.losses.bad:
             self._good_since = time.time()
-        why = self.losses.diverged(self.divergence)
+        why = self.losses.why_diverged(self.divergence)
         if why:
-            good = self.losses.good_step
-            raise self._spoiled(f"diverged: {why}", good, step)
+            raise self._diverged(f"diverged: {why}", self.losses.good_step, step)
 
     # --- updates ---
 
@@ -210,13 +215,13 @@ class Guard(LossWatch):
             self._count_update(*answer.checked)
         return answer.moved
 
-    def _count_update(self, step: int, was_left_out: bool) -> None:
-        """Count a step whose update was left out.
+    def _count_update(self, step: int, was_skipped: bool) -> None:
+        """Count skipped updates in a row.
 
         Raises:
-            TrainingDiverged: too many in a row.
+            TrainingDiverged: too many updates in a row were skipped.
         """
-        if not was_left_out:
+        if not was_skipped:
             self._skipped = 0
             return
         if not self._skipped:
@@ -224,9 +229,8 @@ class Guard(LossWatch):
         self._skipped += 1
         if self._live.is_main:
             self._live.reports.send(UpdateSkipped(step, self._skipped))
-            text = "step %d: loss or gradient norm is not finite: the update is left out"
-            log.warning(text, step)
-        if self._skipped > _LEFT_OUT * self.divergence.patience:
+            log.warning("step %d: loss or gradient norm is not finite: the update is skipped", step)
+        if self._skipped > _SKIPS * self.divergence.patience:
             first = self._skips_from
             why = (
                 "diverged: loss or gradient norm was not finite in "
@@ -234,27 +238,33 @@ class Guard(LossWatch):
             )
             # A trainer may not count a skipped step, although it has used its data.
             last = first + self._skipped - 1
-            raise self._spoiled(why, first - 1, last)
+            raise self._diverged(why, first - 1, last)
 
     # --- the end ---
 
-    def _spoiled(self, message: str, good: int | None, bad: int) -> TrainingDiverged:
-        """Exclude the checkpoints after the good step from resumption, and return the error."""
+    def _diverged(self, message: str, good: int | None, bad: int) -> TrainingDiverged:
+        """Mark the checkpoints after the last good step as spoiled, and return the error to raise.
+
+        Args:
+            message: the start of the error's message.
+            good: the last good step, None if no step of this attempt was good.
+            bad: the last step whose loss was checked.
+        """
         saves = self._live.saves
-        begun = self._live.reports.steps_before
-        if good is None or good <= begun:
-            # No step of this attempt was good, so its first checkpoint may be spoiled too.
-            good = begun - 1
+        start = self._live.reports.steps_before
+        if good is None or good <= start:
+            # No step of this attempt was good, so the checkpoint it started from may be spoiled.
+            good = start - 1
         before = saves.spoil(good, self._good_since)
-        last = "no checkpoint before it"
+        where = "no checkpoint before it"
         if before is not None:
             step = "" if before.step is None else f" (step {before.step})"
-            last = f"the checkpoint before it is {before.path.name}{step}"
-            # Training from there has already passed over its data.
-            if saves.passes_over and before.step == begun:
-                bad += max(saves.skips_to - begun, 0)
+            where = f"the checkpoint before it is {before.path.name}{step}"
+            # An attempt that started from there skipped data, which the count of steps lacks.
+            if saves.passes_over and before.step == start:
+                bad += max(saves.skips_to - start, 0)
         evidence = Evidence(has_checkpoint=before is not None).having(
             DivergedFinding(good, bad),
             RepeatFinding(saves.passes_over, reads_lr=self._live.has_read("lr")),
         )
-        return TrainingDiverged(Failure(FailureKind.DIVERGED, f"{message}; {last}", evidence))
+        return TrainingDiverged(Failure(FailureKind.DIVERGED, f"{message}; {where}", evidence))

@@ -12,13 +12,13 @@ from robust_train.model.attempt import Attempt
 
 
 class Divergence(InLauncher):
-    """Undoes the checkpoints that an attempt saved after it diverged."""
+    """Marks the checkpoints that an attempt saved after it diverged."""
 
     def evidence(self, attempt: Attempt, history: History) -> Attempt:
-        """Mark the checkpoints after the last good step, which do not count as progress.
+        """Mark the checkpoints after the last good step as spoiled. They do not count as progress.
 
-        Another rank may have recorded a checkpoint after the diverged rank looked, so the disk
-        decides whether a checkpoint is left to resume from.
+        Another rank may have saved a checkpoint after the diverged rank looked for one, so the
+        launcher looks on the disk again for a checkpoint to resume from.
         """
         failure = attempt.failure
         steps = attempt.evidence.of(DivergedFinding)

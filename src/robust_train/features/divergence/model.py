@@ -14,6 +14,7 @@ from robust_train.model.feature import FeatureKeys
 from robust_train.model.spec import Retry
 from robust_train.policy.context import FailureContext
 
+# The learning rate of the next try, as a share of the last.
 _LESS_LEARNING = 0.5
 
 
@@ -24,46 +25,55 @@ class DivergenceKeys(FeatureKeys):
     group: ClassVar[str] = "divergence"
     action: str = key(
         "recover",
-        "`recover`: go back, with a lower learning rate if necessary; `ignore`: continue",
+        "`recover`: return to an earlier checkpoint, if necessary with a lower learning rate; "
+        "`ignore`: continue",
         more="([diverged](recovery.md#diverged))",
         choices=("recover", "ignore"),
     )
     patience: int = key(
         3,
         "training counts as diverged after this many reports in a row of a loss that is not finite",
-        more="Or after three times as many updates in a row that `run.step` has left out",
+        more="Or after three times as many updates in a row that `run.step` skipped",
         range=FROM_1,
     )
     spike_sigma: float = key(
         0.0,
-        "a loss this many standard deviations above its running median is bad too; `0`: off",
-        more="In ten times `patience` reports in a row",
+        "a loss this many standard deviations above its running median is bad too; `0`: never",
+        more="Training counts as diverged after ten times `patience` such reports in a row",
         range=FROM_0,
     )
 
 
-def before_it_diverged(context: FailureContext) -> Retry | None:
+def return_to_good_checkpoint(context: FailureContext) -> Retry | None:
     """Retry once from the last good checkpoint: data or chance may have been the cause."""
     if not context.evidence.has_checkpoint or context.failures_without_progress > 1:
         return None
-    return _back(context, "before_it_diverged", context.last.of(DivergenceKnob).lr_factor, "")
+    same_factor = context.last.of(DivergenceKnob).lr_factor
+    return _retry_from_good(context, "before_it_diverged", same_factor, "")
 
 
 def lower_learning_rate(context: FailureContext) -> Retry | None:
     """Retry from the last good checkpoint, with a lower learning rate."""
-    tries = context.failures_without_progress - context.evidence.has_checkpoint
-    if not context.evidence.of(RepeatFinding).reads_lr:
-        return None
-    if tries > context.config.retries:
+    tries = context.failures_without_progress
+    if context.evidence.has_checkpoint:
+        # The first try was at the same learning rate.
+        tries -= 1
+    if not context.evidence.of(RepeatFinding).reads_lr or tries > context.config.retries:
         return None
     lower = context.last.of(DivergenceKnob).lr_factor * _LESS_LEARNING
-    return _back(context, "lower_learning_rate", lower, f" with {lower:g} times the learning rate")
+    change = f" with {lower:g} times the learning rate"
+    return _retry_from_good(context, "lower_learning_rate", lower, change)
 
 
-def _back(context: FailureContext, action: str, lr_factor: float, with_less: str) -> Retry:
-    bad = context.evidence.of(DivergedFinding).bad_step or 0
-    skips = bad if context.evidence.of(RepeatFinding).passes_over else 0
-    data = f"; the data up to step {skips} is skipped" if skips else ""
+def _retry_from_good(context: FailureContext, action: str, lr_factor: float, change: str) -> Retry:
+    """Return the retry from the last good checkpoint. It skips the data of the bad steps if the
+    trainer can do that."""
+    skips_to = 0
+    skipped_data = ""
+    if context.evidence.of(RepeatFinding).passes_over:
+        skips_to = context.evidence.of(DivergedFinding).bad_step or 0
+    if skips_to:
+        skipped_data = f"; the data up to step {skips_to} is skipped"
     where = "from it" if context.evidence.has_checkpoint else "from the beginning"
-    how = f": again {where}{with_less}{data}"
-    return context.retry(action, how, DivergenceKnob(lr_factor, skips))
+    how = f": again {where}{change}{skipped_data}"
+    return context.retry(action, how, DivergenceKnob(lr_factor, skips_to))

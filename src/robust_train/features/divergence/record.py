@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DivergenceKnob(Knob):
-    """How an attempt repeats steps with which training diverged."""
+    """How an attempt repeats the steps in which training diverged."""
 
     behind = "accumulates"
 
-    lr_factor: float = 1.0  # the factor of `training.lr`
-    # data up to this optimizer step is passed over, where that is possible
+    lr_factor: float = 1.0  # `training.lr` is multiplied by it
+    # The data up to this optimizer step is skipped, if the trainer can do that.
     skips_to: int = 0
 
     def apply_to_config(self, config: RobustConfig) -> RobustConfig:
@@ -36,17 +36,17 @@ class DivergenceKnob(Knob):
 
 @dataclass(frozen=True)
 class DivergedFinding(Finding):
-    """The steps with which training diverged."""
+    """The steps in which training diverged."""
 
     behind = "library"
 
-    good_step: int | None = None  # last step before it
-    bad_step: int | None = None  # last step that was seen
+    good_step: int | None = None  # the last step before training diverged
+    bad_step: int | None = None  # the last step whose loss was checked
 
 
 @dataclass(frozen=True)
 class RepeatFinding(Finding):
-    """Whether the trainer can repeat the steps in another way."""
+    """How the trainer can change the steps that it repeats."""
 
     behind = "has_checkpoint"
 
@@ -56,14 +56,15 @@ class RepeatFinding(Finding):
 
 @dataclass(frozen=True)
 class DivergenceNote(Note):
-    """Whether an attempt is guarded, and how many updates the guard left out."""
+    """Whether an attempt is guarded, and how many updates the guard skipped."""
 
     behind = "saved_step"
     folds = (CheckpointSaved, UpdateSkipped)
 
-    # Whether the last checkpoint that is known to be good stays.
+    # Whether the last checkpoint that is known to be good is kept.
     is_guarded: bool = False
-    skipped_updates: int = 0  # because the loss or the gradient norm was not finite
+    # Updates skipped because the loss or the gradient norm was not finite.
+    skipped_updates: int = 0
 
     def after(self, event: Event, attempt: Attempt) -> DivergenceNote:
         """Return the note after a checkpoint, or a skipped update."""

@@ -1,4 +1,4 @@
-"""The CUDA allocator's setting against fragmentation."""
+"""Expandable segments: the CUDA allocator's setting against fragmentation."""
 
 from robust_train.features.expandable_segments.model import SegmentsKeys
 from robust_train.model.feature import Feature

@@ -1,4 +1,7 @@
-"""When the allocator's expandable segments help, and when they are the cause. Pure."""
+"""The key of expandable segments, and the remedies that turn them on or off.
+
+`assembly.load_remedies` orders the remedies, and ``policy.decide`` calls them in the launcher.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +25,16 @@ class SegmentsKeys(FeatureKeys):
     expandable_segments: bool | None = key(
         None,
         "CUDA allocator setting against fragmentation",
-        more="`auto`: for a function on one GPU, not for scripts, several GPUs or under WSL; an "
+        more="`auto`: on for a function on one GPU, off for scripts, several GPUs and WSL; an "
         "exported variable takes precedence",
         choices=(AUTO, True, False),
         written=AUTO,
     )
 
 
-def expandable_segments(context: FailureContext) -> Retry | None:
-    """Retry with expandable segments if the allocator holds enough memory in pieces too small."""
+def turn_on_expandable_segments(context: FailureContext) -> Retry | None:
+    """Retry with expandable segments if the allocator holds enough memory, but in pieces that are
+    too small."""
     last = context.last
     refusals = (Clue.DRIVER, Clue.SEGMENTS)
     is_refused = any(attempt.evidence.clue in refusals for attempt in context.history)
@@ -44,8 +48,9 @@ def expandable_segments(context: FailureContext) -> Retry | None:
     return context.retry("expandable_segments", how, SegmentsKnob(expandable_segments=True))
 
 
-def without_expandable_segments(context: FailureContext) -> Retry | None:
-    """Retry once without them, because WSL2 and some vGPUs fail at the first allocation."""
+def turn_off_expandable_segments(context: FailureContext) -> Retry | None:
+    """Retry once without expandable segments, because WSL2 and some vGPUs fail at the first
+    allocation with them."""
     last = context.last
     may_choose = context.settings.may_use_expandable_segments
     if not last.gpus or not last.of(SegmentsKnob).expandable_segments or not may_choose:

@@ -1,4 +1,4 @@
-"""Whether the CUDA allocator of an attempt uses expandable segments."""
+"""The knob for expandable segments. The launcher chooses it and exports it to the attempt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SegmentsKnob(Knob):
-    """The allocator's setting against fragmentation."""
+    """Whether the attempt's CUDA allocator uses expandable segments."""
 
     behind = "ranks"
 
@@ -23,7 +23,7 @@ class SegmentsKnob(Knob):
 
     @classmethod
     def asked(cls, config: RobustConfig, environ: Mapping[str, str]) -> SegmentsKnob:
-        """Return the user's setting, or else the setting that suits the job."""
+        """Return the user's setting, or the setting that suits the job if the user made none."""
         setting = use_expandable_segments(
             config.chosen("expandable_segments"),
             environ,
@@ -33,6 +33,6 @@ class SegmentsKnob(Knob):
         return cls(setting)
 
     def apply_to_environ(self, environ: Mapping[str, str]) -> Mapping[str, str]:
-        """Return the environment with the setting. A variable that the user exported stays."""
+        """Return the environment with the setting added to the user's own allocator settings."""
         setting = allocator_settings(environ, expandable_segments=self.expandable_segments)
         return {**environ, VARIABLE: setting}

@@ -1,4 +1,7 @@
-"""The key ``min_num_gpus``, and the remedy that continues on fewer GPUs."""
+"""The key ``min_num_gpus``, and the remedy that continues on fewer GPUs.
+
+``policy.decide`` calls the remedy in the launcher. Pure.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from typing import Any
 from robust_train.config.values import FROM_1, key
 from robust_train.model.feature import FeatureKeys
 from robust_train.model.spec import Retry, Room
-from robust_train.policy.context import FailureContext, uuids
+from robust_train.policy.context import FailureContext
+from robust_train.policy.gpus import uuids
 
 
 @dataclass(frozen=True)
@@ -18,8 +22,8 @@ class FewerGpusKeys(FeatureKeys):
 
     min_num_gpus: int | None = key(
         None,
-        "smallest number of GPUs to continue with if fewer are free in time; `null`: `num_gpus`",
-        more="At the start or after one has failed, at the same effective batch",
+        "continue on fewer GPUs, at least this many, if no more become free in time; `null`: never",
+        more="At the start, or after a GPU failed. The effective batch stays the same",
         range=FROM_1,
     )
 
@@ -30,9 +34,9 @@ class FewerGpusKeys(FeatureKeys):
             yield f"min_num_gpus={self.min_num_gpus}: must not be above num_gpus={gpus}"
 
 
-def fewer_gpus(context: FailureContext) -> Retry | None:
+def continue_on_fewer_gpus(context: FailureContext) -> Retry | None:
     """Continue on fewer GPUs at the same effective batch, if the user allows it."""
-    excluded = {*context.faulty}
+    excluded = set(context.faulty)
     if context.failure.rank is not None:
         excluded.update(uuids(context.failed_gpus))
     counts = context.settings.fewer_ranks(len(context.last.gpus))
@@ -41,7 +45,7 @@ def fewer_gpus(context: FailureContext) -> Retry | None:
     least = context.config.min_gpu_memory_bytes
     room = Room((), least, tuple(sorted(excluded)), counts)
     how = (
-        " and no other GPU is available: on with fewer GPUs "
+        " and no other GPU is available: the job continues on fewer GPUs "
         f"(min_num_gpus={context.config.of(FewerGpusKeys).min_num_gpus})"
     )
     return context.retry("fewer_gpus", how, room=room)

@@ -1,4 +1,4 @@
-"""GPUs that fail or are taken: the evidence and the remedies."""
+"""GPUs that fail, or that other jobs take: the evidence and the remedies."""
 
 from robust_train.model.feature import Feature
 

@@ -1,4 +1,4 @@
-"""Adds the queue's figures of an attempt's GPUs to its evidence, once its processes ended."""
+"""Measures and excludes the GPUs of a failed attempt, in the launcher, once its processes ended."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from robust_train.model.attempt import Attempt
 
 
 class Gpus(InLauncher):
-    """Measures the free memory on the GPUs of an attempt, and excludes GPUs that failed."""
+    """Adds the free memory of an attempt's GPU to its record, and excludes GPUs that failed."""
 
     def evidence(self, attempt: Attempt, history: History) -> Attempt:
-        """Add the free memory of the GPU on which the attempt failed."""
+        """Add the free memory of the GPU on which the attempt failed. The same call excludes that
+        GPU for all jobs if it is faulty."""
         free = self.job.driver.devices.record_end(attempt)
         return attempt.having(GpusNote(free.before, free.after))

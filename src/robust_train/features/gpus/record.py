@@ -1,4 +1,8 @@
-"""The fields of an attempt's record about the GPU on which it failed."""
+"""The fields of an attempt's record about the GPU on which it failed.
+
+The launcher sets them. The remedies for a lack of memory compare both figures: if less memory is
+free after the attempt than before, other processes took it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from robust_train.model.attempt import Note
 
 @dataclass(frozen=True)
 class GpusNote(Note):
-    """Free memory of the GPU on which an attempt failed, in bytes, or None if unknown."""
+    """Free memory of the GPU on which an attempt failed, in bytes. None if unknown."""
 
     behind = "exit"
 

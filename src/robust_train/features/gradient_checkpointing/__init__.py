@@ -1,4 +1,4 @@
-"""Activations are recomputed instead of kept, if nothing smaller fits."""
+"""Gradient checkpointing: activations are recomputed instead of kept, if no smaller batch fits."""
 
 from robust_train.model.feature import Feature
 

@@ -1,4 +1,7 @@
-"""Gradient checkpointing for the smallest micro-batch: a remedy of the launcher's policy. Pure."""
+"""The remedy that turns gradient checkpointing on for the smallest micro-batch.
+
+``policy.decide`` calls it in the launcher. Pure.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from robust_train.features.gradient_checkpointing.record import GradientsKnob
 from robust_train.model.failure import FailureKind
 from robust_train.model.spec import Retry
 from robust_train.policy.context import FailureContext
-from robust_train.policy.sizes import sizes
+from robust_train.policy.settings import list_sizes
 
 
 def checkpoint_gradients(context: FailureContext) -> Retry | None:
@@ -23,13 +26,11 @@ def checkpoint_gradients(context: FailureContext) -> Retry | None:
     # Activations are on the GPU, if there is one.
     if context.failure.kind is FailureKind.HOST_OOM and last.gpus:
         return None
-    *_, size = sizes(context.sizes)
-    if context.keeps_loss:
-        size = last.batch_size
-    change = f"{context.at_size}: {size if last.has_batch else 'again'}"
+    size = last.batch_size if context.keeps_loss else list_sizes(context.rank_settings)[-1]
+    what = str(size) if last.has_batch else "again"
     how = (
-        f"{change} with gradient checkpointing: the same gradients in about a third more time "
-        "(training.gradient_checkpointing)"
+        f"{context.at_size}: {what} with gradient checkpointing: the same gradients in about a "
+        "third more time (training.gradient_checkpointing)"
     )
     return context.retry(
         "gradient_checkpointing", how, GradientsKnob(gradient_checkpointing=True), batch_size=size

@@ -1,4 +1,4 @@
-"""Whether an attempt keeps its activations or computes them again."""
+"""The knob for gradient checkpointing. The launcher chooses it, and the attempt's config has it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GradientsKnob(Knob):
-    """Activations are recomputed in the backward pass."""
+    """Whether an attempt recomputes activations in the backward pass instead of keeping them."""
 
     behind = "accumulates"
 
@@ -22,7 +22,8 @@ class GradientsKnob(Knob):
 
     @classmethod
     def asked(cls, config: RobustConfig, environ: Mapping[str, str]) -> GradientsKnob:
-        """Return the value of ``training.gradient_checkpointing``. By default, it is a remedy."""
+        """Return whether ``training.gradient_checkpointing`` is true. By default the key is unset,
+        and only the remedy turns it on."""
         return cls(config.training.gradient_checkpointing is True)
 
     def apply_to_config(self, config: RobustConfig) -> RobustConfig:

@@ -1,4 +1,4 @@
-"""The live lines of a job on a terminal that it has to itself."""
+"""The live status lines of a job, if no other program writes to its terminal."""
 
 from robust_train.model.feature import Feature
 

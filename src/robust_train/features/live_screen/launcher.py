@@ -1,4 +1,4 @@
-"""Shows a job's state on the terminal while it runs, in the launcher."""
+"""Shows a job's state on the terminal while the job waits and trains, in the launcher."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger("robust_train")
 
 
 class LiveScreen(InLauncher):
-    """Draws the job's state, and logs a wait that no screen shows."""
+    """Draws the job's state. Without a screen it logs the progress of a wait instead."""
 
     def __init__(self, job: JobView) -> None:
         super().__init__(job)
@@ -33,16 +33,16 @@ class LiveScreen(InLauncher):
         self._live.close()
 
     def request(self, request: AttemptRequest, attempt: Attempt) -> AttemptRequest:
-        """Let an attempt not print what the screen shows."""
+        """Ask the attempt not to print progress that the screen shows."""
         return replace(request, has_live_status=self._is_wanted)
 
     def event(self, event: Event, attempt: Attempt | None) -> None:
-        """Log each poll of a wait that the screen does not show."""
+        """Log the state of a wait when it changes, if there is no screen."""
         if not isinstance(event, WaitStatus):
             return
-        poll = (event.checks, event.obstacles)
-        if self._live.area is None and event.checks and poll != self._logged:
-            self._logged = poll
+        status = (event.checks, event.obstacles)
+        if self._live.area is None and event.checks and status != self._logged:
+            self._logged = status
             log.info("%s", event.sentence())
 
     def tick(self, attempt: Attempt | None) -> Pause | None:

@@ -24,7 +24,7 @@ from robust_train.features.measured_memory.probe import is_probe, stop_probe
 from robust_train.features.measured_memory.recall import fingerprint_of
 from robust_train.features.measured_memory.store import remember
 from robust_train.gpu.inventory import close_session, read_inventory
-from robust_train.gpu.processes import has_library, is_meant, sees_host_pids
+from robust_train.gpu.processes import has_library, has_this_number_here, sees_host_pids
 from robust_train.host.linux import job_mark
 from robust_train.host.reaper import mark_of
 from robust_train.launcher.hooks import History, InLauncher, JobView
@@ -55,7 +55,7 @@ _FIRST_COST_SHARE = 0.02  # the same share in the first minute
 
 
 @dataclass
-class _Attempt:
+class Measurement:
     """The measurements of the current attempt."""
 
     number: int
@@ -110,7 +110,7 @@ class MeasuredMemory(InLauncher):
     def __init__(self, job: JobView) -> None:
         super().__init__(job)
         config = job.plan.config
-        self._attempt: _Attempt | None = None
+        self.current: Measurement | None = None
         self._warned: set[str] = set()
         shares_gpu = config.packs_gpus or config.gpu_jobs_per_device > 1
         self._is_on = config.measures_memory or shares_gpu
@@ -119,18 +119,18 @@ class MeasuredMemory(InLauncher):
 
     def request(self, request: AttemptRequest, attempt: Attempt) -> AttemptRequest:
         """Note what is used on the GPUs before the attempt begins."""
-        self._attempt = None
+        self.current = None
         uuids = tuple(gpu.uuid for gpu in attempt.spec.gpus)
         # A session of NVML in an attempt's own process would end with ours.
         if self._is_on and uuids and not self.job.plan.config.runs_inline:
             gpus = read_inventory(processes=False).gpus
             used = {gpu.uuid: gpu.used_bytes for gpu in gpus if gpu.uuid in uuids}
-            self._attempt = _Attempt(attempt.number, uuids, used)
+            self.current = Measurement(attempt.number, uuids, used)
         return request
 
     def event(self, event: Event, attempt: Attempt | None) -> None:
         """Count the steps, and note that the attempt saved or validated."""
-        current = self._attempt
+        current = self.current
         if current is None:
             return
         if isinstance(event, Progress):
@@ -146,7 +146,7 @@ class MeasuredMemory(InLauncher):
 
     def tick(self, attempt: Attempt | None) -> None:
         """Measure, if the next sample is due."""
-        current = self._attempt
+        current = self.current
         if attempt is None or current is None or current.takes_all:
             return
         now = time.monotonic()
@@ -172,7 +172,7 @@ class MeasuredMemory(InLauncher):
             self._end_probe(current)
 
     def _tell_shortage_apart(
-        self, current: _Attempt, samples: Sequence[Sample], gpus: Sequence[GpuInfo]
+        self, current: Measurement, samples: Sequence[Sample], gpus: Sequence[GpuInfo]
     ) -> None:
         """Warn once if memory ran out in a step because others took it."""
         if not current.has_run_out:
@@ -189,7 +189,7 @@ class MeasuredMemory(InLauncher):
                     gpu.index,
                 )
 
-    def _end_probe(self, current: _Attempt) -> None:
+    def _end_probe(self, current: Measurement) -> None:
         """Stop a probe run that was measured, or that cannot be measured."""
         if (current.steps or 0) >= FIRST_STEPS:
             current.samples_after_steps += 1
@@ -200,7 +200,7 @@ class MeasuredMemory(InLauncher):
             with contextlib.suppress(OSError):
                 stop_probe(self.job.plan.run_dir)
 
-    def _held_by(self, sample: Sample, current: _Attempt) -> int | None:
+    def _held_by(self, sample: Sample, current: Measurement) -> int | None:
         """Return the bytes that the job's processes hold on a GPU, or None if unknown."""
         held = sample.by_process()
         if held is not None:
@@ -223,7 +223,7 @@ class MeasuredMemory(InLauncher):
             )
         return held or None
 
-    def _sample_of(self, gpu: GpuInfo, current: _Attempt) -> Sample:
+    def _sample_of(self, gpu: GpuInfo, current: Measurement) -> Sample:
         """Return NVML's figures of a GPU, with the processes of the job and of others."""
         queue = self.job.driver.devices.queue
         processes = gpu.processes or ()
@@ -245,7 +245,7 @@ class MeasuredMemory(InLauncher):
         """Return the job's processes that NVML lists on a GPU."""
         mark = job_mark(self.job.driver.devices.queue.job_id)
         pids = {row.pid for row in gpu.processes or () if mark_of(row.pid) == mark}
-        return set(filter(is_meant, pids))
+        return set(filter(has_this_number_here, pids))
 
     def _uses_torch(self, gpus: Sequence[GpuInfo]) -> bool:
         """Return whether torch surely allocates the memory of the job's processes.
@@ -259,7 +259,7 @@ class MeasuredMemory(InLauncher):
 
     def _follow(
         self,
-        current: _Attempt,
+        current: Measurement,
         held: Sequence[int | None],
         attempt: Attempt,
         gpus: Sequence[GpuInfo],
@@ -307,8 +307,8 @@ class MeasuredMemory(InLauncher):
 
     def evidence(self, attempt: Attempt, history: History) -> Attempt:
         """Return the attempt with the peak of its GPU memory."""
-        current = self._attempt
-        self._attempt = None
+        current = self.current
+        self.current = None
         # What a program takes that takes all says nothing of what it needs.
         if current is None or not current.peak or current.takes_all:
             return attempt
@@ -323,7 +323,7 @@ class MeasuredMemory(InLauncher):
             self._remember(current, attempt, is_whole=current.is_settled and has_ended)
         return replace(attempt, memory={**attempt.memory, PEAK: current.peak})
 
-    def _remember(self, current: _Attempt, attempt: Attempt, *, is_whole: bool) -> None:
+    def _remember(self, current: Measurement, attempt: Attempt, *, is_whole: bool) -> None:
         """Keep the peak for later runs of the same job at the same micro-batch."""
         gpus = attempt.spec.gpus
         is_kept = self.job.plan.config.measures_memory and not current.is_split

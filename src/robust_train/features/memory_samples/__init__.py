@@ -1,4 +1,4 @@
-"""Memory over time: whether it is stable, leaks or fragments."""
+"""Samples of an attempt's memory, which show whether it is stable, leaks or fragments."""
 
 from robust_train.features.memory_samples.model import SamplesKeys
 from robust_train.model.feature import Feature

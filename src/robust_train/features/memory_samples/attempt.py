@@ -1,4 +1,4 @@
-"""Samples the memory of an attempt in a thread of its process."""
+"""Starts and stops the thread that samples an attempt's memory, in the process that trains."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from robust_train.features.memory_samples.sampler import Sampler
 
 
 class TakesSamples(InAttempt):
-    """Starts and stops the sampler (``memory.samples``).
+    """Runs the sampler if ``memory.samples`` is true.
 
-    Ranks that robust-train starts share a step equally, so rank 0 samples for all of them. Ranks of
-    an engine may be on several hosts, so each takes its own samples.
+    Only rank 0 takes samples, because the ranks that robust-train starts share each step equally.
+    The ranks of an engine may be on several hosts, so each of them takes samples.
     """
 
     def __init__(self, live: LiveAttempt, config: RobustConfig) -> None:
@@ -25,7 +25,7 @@ class TakesSamples(InAttempt):
                 live.run_dir,
                 live.attempt,
                 config.device,
-                lambda: live.reports.last_step,
+                read_step=lambda: live.reports.last_step,
                 whole_tree=config.traits.is_program,
             )
 

@@ -1,4 +1,4 @@
-"""Computes from its samples whether the memory of an attempt was stable, in the launcher."""
+"""Computes whether the memory of an ended attempt was stable, from its samples, in the launcher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The key of memory over time."""
+"""The key ``memory.samples``, which the attempt reads."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from robust_train.model.json import Json
 
 @dataclass(frozen=True)
 class StabilityNote(Note):
-    """How the memory of an attempt developed. Set at its end."""
+    """Whether the memory of an attempt was stable. The launcher sets it after the attempt."""
 
     behind = "peak_memory_bytes"
 

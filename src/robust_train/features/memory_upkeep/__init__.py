@@ -1,5 +1,5 @@
-"""The memory of an attempt while it runs: its limit, its cache, and the record of what filled
-it."""
+"""The memory of a running attempt: its limit, its cache, and a record of the largest tensors when
+memory runs out."""
 
 from robust_train.features.memory_upkeep.model import CacheKeys, ClearKeys, SnapshotKeys
 from robust_train.model.feature import Feature

@@ -1,4 +1,8 @@
-"""Applies the keys under ``memory:`` to a running attempt, in the process that trains."""
+"""Applies the keys under ``memory:`` to a running attempt, in the process that trains.
+
+`MemoryUpkeep` sets the memory limit, empties the CUDA cache when that pays off, warns if memory is
+nearly full, and records what filled the memory if it runs out. The runner calls its hooks.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +39,15 @@ from robust_train.readable import MIB, mib
 log = logging.getLogger("robust_train")
 
 _RESERVE_BYTES = 16 * MIB
-_LONGEST_GAP = 100_000
-_TIGHT_STEPS = 2
+_LONGEST_GAP = 100_000  # steps between two checks of the cache
+_TIGHT_STEPS = 2  # steps in a row after which the warning about full memory appears
+# torch records the history of allocations for this many steps, because it slows training down.
 _STEPS_WITH_HISTORY = 300
 
 
 class Reserve:
-    """A few MiB of address space that are released when host memory runs out, so that there is room
-    to record the failure. Its pages are never touched, so it uses no memory of the machine."""
+    """A few MiB of address space, released when host memory runs out to make room for the record of
+    the failure. Their pages are never touched, so they take no memory."""
 
     def __init__(self) -> None:
         self._pages: mmap.mmap | None = None
@@ -61,49 +66,59 @@ class Reserve:
 
 
 class CacheChecks:
-    """The occasions of a kind (steps, saves, epochs) on which the CUDA cache may be emptied.
+    """Decides after which steps, saves or epochs the CUDA cache is emptied.
 
-    It is emptied if tensors leave at least ``threshold`` of the reserved memory unused. Training
-    that takes the memory again has to request it from the driver, which is slow. So the gap to the
-    next check doubles each time that the cache is emptied. A check that finds little resets it.
+    The cache is emptied if at least ``threshold`` of it is unused. If training then needs the
+    memory again, it has to request it from the driver, which is slow. So the gap to the next check
+    doubles each time that the cache is emptied. A check that finds less unused memory resets the
+    gap.
     """
 
     def __init__(
         self,
-        every: int,  # 0 for never
+        every: int,  # the gap between two checks, 0 for no checks
         threshold: float,
     ) -> None:
         self._every = every
         self._threshold = threshold
-        self._gap = self._left = every
+        self._gap = every
+        self._left = every  # steps, saves or epochs until the next check
 
-    def empties(self, unused_share: Callable[[], float]) -> bool:
-        """Return whether to empty the cache on this occasion. Only a check calls the function."""
+    def should_empty(self, unused_share: Callable[[], float]) -> bool:
+        """Count a step, save or epoch, and return whether to empty the cache after it.
+
+        Args:
+            unused_share: returns the unused share of the cache. It is called only if a check is
+                due.
+        """
         self._left -= 1
         if self._left > 0 or not self._every:
             return False
         unused = unused_share()
-        empties = unused > 0 and unused >= self._threshold
-        longest = max(_LONGEST_GAP, self._every)
-        self._left = self._gap = min(2 * self._gap, longest) if empties else self._every
-        return empties
+        should_empty = unused > 0 and unused >= self._threshold
+        if should_empty:
+            longest = max(_LONGEST_GAP, self._every)
+            self._gap = min(2 * self._gap, longest)
+        else:
+            self._gap = self._every
+        self._left = self._gap
+        return should_empty
 
 
 class MemoryUpkeep(InAttempt):
-    """Empties the CUDA cache of an attempt, and returns its memory at the end.
-
-    Emptying the cache at the start and during training concerns CUDA only.
-    """
+    """Maintains the memory of an attempt from its start to its end."""
 
     def __init__(self, live: LiveAttempt, config: RobustConfig) -> None:
         super().__init__(live, config)
-        self._alloc_retries: int | None = None  # before the current step
-        self._tight_steps = 0  # steps in a row that had to empty the cache
+        # How often torch had to empty its cache until the current step, None if unknown.
+        self._alloc_retries: int | None = None
+        self._tight_steps = 0  # steps in a row in which torch had to empty its cache
         self._has_warned = False
         self._index = device_index(config.device)
         self._fraction = config.memory.fraction
         self._clear_after = config.of(ClearKeys).clear_after
-        self._cache = cache = config.of(CacheKeys)
+        cache = config.of(CacheKeys)
+        self._clears_on_start = cache.clear_on_start
         self._takes_snapshots = config.of(SnapshotKeys).snapshot_on_oom
         self._checks = {
             "step": CacheChecks(cache.empty_cache_frequency, cache.empty_cache_threshold),
@@ -117,8 +132,8 @@ class MemoryUpkeep(InAttempt):
         self._reserve = Reserve()
 
     def begin(self) -> None:
-        """Free memory of earlier work, and set the limit."""
-        if self._cache.clear_on_start and self._cached().reserved:
+        """Free memory that earlier work in this process left in the cache, and set the limit."""
+        if self._clears_on_start and self._cached().reserved:
             self._clear("start")
         self._set_up_cuda()
         self._reserve.hold()
@@ -140,20 +155,17 @@ class MemoryUpkeep(InAttempt):
 
     def pause(self, why: str) -> None:
         """Empty the CUDA cache after a step, save or epoch, if that is due and pays off."""
-        if self._checks[why].empties(lambda: self._cached().unused_share):
+        if self._checks[why].should_empty(lambda: self._cached().unused_share):
             self._clear(why, thorough=False)
 
     def ran_out(self, error: BaseException, failure: Failure) -> None:
-        """Record the largest users of memory, once per attempt because it takes time."""
+        """Record what fills the memory, only once per attempt because it takes time."""
         self._reserve.release()
         if not self._has_written_oom:
             self._write_oom(failure)
 
     def end(self, error: BaseException | None) -> None:
-        """Record what filled the memory, if that ended the attempt.
-
-        Another rank records its own lack of memory.
-        """
+        """Record what filled the memory if a lack of memory ended the attempt on this rank."""
         self._reserve.release()
         is_elsewhere = isinstance(error, RankFailure) and error.is_elsewhere
         if isinstance(error, Exception) and not is_elsewhere:
@@ -163,15 +175,16 @@ class MemoryUpkeep(InAttempt):
                 self._write_oom(failure)
 
     def close(self, error: BaseException | None) -> None:
-        """Return memory that is no longer in use, and empty the frames of ``error``."""
+        """Release memory that is no longer in use, and clear the frames of ``error``, which keep
+        tensors alive."""
         if error is None:
             self._clear("end")
         elif "failure" in self._clear_after:
-            # A thorough check of the rest follows.
+            # The next attempt in this process begins with a thorough collection of garbage.
             self._clear("failure", thorough=False, error=error)
 
     def _watch_allocator(self, step: int) -> None:
-        """Warn, once, if steps in a row had to empty the cache."""
+        """Warn once if torch had to empty its cache in several steps in a row."""
         before = self._alloc_retries
         total = alloc_retries(self._index)
         self._alloc_retries = total
@@ -188,7 +201,7 @@ class MemoryUpkeep(InAttempt):
         self.live.reports.send(MemoryTight(step, total))
 
     def _set_up_cuda(self) -> None:
-        """Set the limit as soon as torch is there, which may start CUDA later."""
+        """Set the memory limit and start the history, as soon as the trainer has imported torch."""
         self._is_set_up = limit_when_cuda_starts(self._fraction, self._index)
         has_history = self._index is not None and self._takes_snapshots
         if self._is_set_up and has_history:
@@ -197,28 +210,29 @@ class MemoryUpkeep(InAttempt):
     def _clear(
         self, reason: str, *, thorough: bool = True, error: BaseException | None = None
     ) -> None:
-        of, before = self._in_use()
+        """Release unused memory, and report how much was released."""
+        kind, before = self._in_use()
         started = time.perf_counter()
         if error is None:
             return_memory(thorough=thorough)
         else:
             release_memory(error, thorough=thorough)
         seconds = round(time.perf_counter() - started, 6)
-        after = self._in_use()[1]
-        # Another thread may have allocated in the meantime.
+        _, after = self._in_use()
+        # Another thread may have allocated memory in the meantime.
         returned = max(before - after, 0)
         step = self.live.reports.last_step
-        self.live.reports.send(MemoryCleared(reason, of, before, after, returned, seconds, step))
+        self.live.reports.send(MemoryCleared(reason, kind, before, after, returned, seconds, step))
         log.debug(
             "memory cleared (%s): %s of %s returned (%s)",
             reason,
             mib(returned, 1),
             mib(before, 1),
-            of,
+            kind,
         )
 
     def _cached(self) -> Cached:
-        """Return the allocator's figures of the GPU on which this process holds most."""
+        """Return the allocator's figures of the GPU on which this process holds the most memory."""
         torch = started_torch()
         if self._index is not None and torch is not None:
             with contextlib.suppress(Exception):
@@ -228,6 +242,8 @@ class MemoryUpkeep(InAttempt):
         return Cached()
 
     def _in_use(self) -> tuple[str, int]:
+        """Return ``reserved`` and the size of the CUDA cache, or without a cache ``resident`` and
+        the host memory of this process."""
         reserved = self._cached().reserved
         if reserved:
             return "reserved", reserved
@@ -248,10 +264,10 @@ class MemoryUpkeep(InAttempt):
 
 
 def memory_upkeep(live: LiveAttempt, config: RobustConfig) -> InAttempt:
-    """Return the hook that maintains the memory of an attempt.
+    """Return the hooks that maintain the memory of an attempt.
 
-    A program is left alone: it has its own process, and log lines from here would be read as the
-    end of its output.
+    A script gets hooks that do nothing. It trains in a process of its own, and log lines of this
+    process would be taken for the end of its output.
     """
     if config.traits.is_program:
         return InAttempt(live, config)

@@ -14,7 +14,7 @@ from robust_train.model.feature import FeatureKeys
 
 @dataclass(frozen=True)
 class CacheKeys(FeatureKeys):
-    """When the CUDA cache is emptied, in addition to ``memory.clear_after``."""
+    """The keys for the times at which the CUDA cache is emptied, except ``memory.clear_after``."""
 
     group: ClassVar[str] = "memory"
     empty_cache_frequency: int = key(
@@ -33,8 +33,9 @@ class ClearKeys(FeatureKeys):
     group: ClassVar[str] = "memory"
     clear_after: tuple[str, ...] = key(
         CLEARED_AFTER,
-        "empty it after a `save` or an `epoch`; after a `failure`, clear the trainer's frames",
-        more="Without `failure` they are left to a debugger",
+        "empty the cache after a `save` or an `epoch`; clear a failed trainer's frames after a "
+        "`failure`",
+        more="Without `failure`, a debugger can inspect the frames",
         accepts="list",
         read=cleared_after,
     )
@@ -45,4 +46,4 @@ class SnapshotKeys(FeatureKeys):
     """``memory.snapshot_on_oom``."""
 
     group: ClassVar[str] = "memory"
-    snapshot_on_oom: bool = key(True, "when memory runs out, record the allocations that fill it")
+    snapshot_on_oom: bool = key(True, "record what fills the memory when memory runs out")

@@ -1,4 +1,4 @@
-"""The field of an attempt's record about its clean-up."""
+"""The field of an attempt's record about the memory that its last clean-up returned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Notifies users of a job's events, from the launcher."""
+"""Notifies users of a job's events, in the launcher.
+
+`Notifications` passes events and the job's state to `children.notifier`, which decides what is
+worth a message and delivers each in a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from robust_train.model.events import Event
 
 
 class Notifications(InLauncher):
-    """Watches state and events of a job."""
+    """Passes a job's events and state to the notifier."""
 
     def __init__(self, job: JobView) -> None:
         super().__init__(job)
@@ -29,8 +33,7 @@ class Notifications(InLauncher):
     def close(self) -> None:
         """Notify of the end, and wait a moment for the last deliveries.
 
-        The end is already recorded: a signal cuts the last deliveries short and changes nothing
-        else.
+        The end of the job is already on the disk, so a signal only cuts the last deliveries short.
         """
         with self.job.signals.hand_signals_to(lambda signum: self._notifier.hurry()):
             self._notifier.poll(self.job.state)

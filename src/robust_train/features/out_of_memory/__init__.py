@@ -1,4 +1,4 @@
-"""Memory that ran out: the evidence for it, and the remedies."""
+"""Running out of memory: the evidence, and the remedies."""
 
 from robust_train.model.feature import Feature
 

@@ -1,4 +1,9 @@
-"""Warns of a trainer that uses the smaller batch of an attempt, but not its accumulation."""
+"""Warns if the trainer uses an attempt's smaller batch, but not its accumulation, in the process
+that trains.
+
+After a lack of memory, the launcher halves the micro-batch and doubles the accumulation. If the
+trainer reads only the micro-batch from its config, the effective batch changes without notice.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +17,14 @@ log = logging.getLogger("robust_train")
 
 
 class Accumulation(InAttempt):
-    """Checks once whether a trainer has read how many batches an optimizer step accumulates."""
+    """Checks once whether the trainer read the number of batches that a step accumulates."""
 
     def __init__(self, live: LiveAttempt, config: RobustConfig) -> None:
         super().__init__(live, config)
         self._is_due = False
 
     def begin(self) -> None:
-        """See whether the attempt accumulates more batches than the job was asked for."""
+        """Check whether the attempt accumulates more batches than the user requested."""
         request = self.live.parts.asked
         steps = self.config.training.gradient_accumulation_steps
         accumulates_more = request is not None and steps > request.gradient_accumulation_steps
@@ -28,7 +33,7 @@ class Accumulation(InAttempt):
         self._is_due = self.live.is_main and accumulates_more and has_key
 
     def boundary(self, what: str) -> None:
-        """Warn after the first step, by which a loop that accumulates has read the key."""
+        """Warn after the first step, because a loop that accumulates has read the key by then."""
         if what != "reported" or not self._is_due:
             return
         self._is_due = False

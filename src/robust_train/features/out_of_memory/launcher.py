@@ -1,4 +1,5 @@
-"""Finds evidence of a lack of memory in failures whose message does not name it."""
+"""Finds out whether host memory ran out although the failure's message does not say so, in the
+launcher."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from robust_train.model.attempt import Attempt
 
 
 class OutOfMemory(InLauncher):
-    """Recognises a lack of memory by figures and by earlier attempts."""
+    """Recognises a lack of memory by the process's peak and by earlier attempts."""
 
     def evidence(self, attempt: Attempt, history: History) -> Attempt:
-        """Return the attempt, with a lack of memory as its failure if the evidence shows that."""
+        """Return the attempt, with a lack of host memory as its failure if that is the cause."""
         return with_shortage(attempt, history)

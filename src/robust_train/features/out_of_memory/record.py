@@ -1,4 +1,5 @@
-"""The setting that splits steps although that changes the loss, and why a step was not split."""
+"""The knob that splits steps although that changes the loss, and the note of why a step was not
+split."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from robust_train.model.spec import Knob
 
 @dataclass(frozen=True)
 class SplitLossKnob(Knob):
-    """Steps are split although the losses of parts do not add up to the loss of the batch."""
+    """Whether steps are split although the losses of parts do not add up to the batch's loss."""
 
     behind = "accumulates"
 
@@ -20,10 +21,10 @@ class SplitLossKnob(Knob):
 
 @dataclass(frozen=True)
 class SplitNote(Note):
-    """Why a step could not be computed in parts. No file has it.
+    """The reason why a step could not be computed in parts. The note is in no file.
 
-    Whether splitting would change the loss is in the kernel's record, because other features need
-    it too.
+    Whether splitting would change the loss is a field of `Attempt`, because other features need it
+    too.
     """
 
     folds = (SplitChecked,)

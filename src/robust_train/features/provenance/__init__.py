@@ -1,4 +1,5 @@
-"""The environment, command and config files of a job, and their changes since the last launch."""
+"""Provenance: a record of a job's environment, command and config, and their changes since its
+last launch."""
 
 from robust_train.model.feature import Feature
 

@@ -1,7 +1,7 @@
-"""Writes ``environment.json``: the command line and environment that a job ran with.
+"""Writes ``environment.json``: the command line and environment of a job, without secrets.
 
-Names and values of secrets are left out. A thread writes the file during the first attempt. Git has
-a time limit, because a disk may hang.
+The launcher creates a `Provenance` once the job has a device. A thread then writes the file while
+the first attempt starts. Git has a time limit, because a disk may hang.
 """
 
 from __future__ import annotations
@@ -35,33 +35,36 @@ from robust_train.model.events import Json
 log = logging.getLogger("robust_train")
 
 _MOST_CHANGED_FILES = 1000
-GIT_SECONDS = 5.0
-_LAST_CHANCE_SECONDS = 2.0
+GIT_SECONDS = 5.0  # the time limit of a git command
+_WRITE_SECONDS = 2.0  # the longest wait for the file at the end of a job
 # The ways in which a shell, Hydra and Python read a variable. Positions such as $1 do not count.
 _READ = re.compile(
     r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(?![\w.]))|\boc\.env:(\w+)"
     r"|\b(?:environ(?:\.get)?|getenv)[\[(]\s*[\"'](\w+)"
 )
-# what a shell script sets itself
+# Variables that a shell script sets itself.
 _ASSIGNED = re.compile(
     r"^\s*(?:export |local |readonly |declare )?([A-Za-z_]\w*)=(.*)", re.MULTILINE
 )
-_NEVER_THE_SAME = re.compile(
+# Variables that change from launch to launch.
+_CHANGING = re.compile(
     r"_|PWD|OLDPWD|SHLVL|RANDOM|SECONDS|LINENO|PPID|HOSTNAME|TERM|COLUMNS|LINES|SSH_\w+"
     r"|CUDA_VISIBLE_DEVICES|ROBUST_TRAIN_\w+|TMPDIR"
     # Variables of ranks, and of the machine that a scheduler assigns.
     r"|(?:LOCAL_|NODE_|GROUP_)?RANK|(?:LOCAL_)?WORLD_SIZE|MASTER_(?:ADDR|PORT)"
     r"|(?:TORCHELASTIC|PET|OMPI|PMIX?)_\w+|SLURM_(?!JOB_ID$|ARRAY_)\w+"
 )
-_MOST_OF_A_PROGRAM = 1 << 18
+_MOST_OF_A_PROGRAM = 1 << 18  # characters read of a program file
 
 
-def variables_named(
+def find_variables_read(
     words: Sequence[str], cwd: str | Path, environ: Mapping[str, str]
 ) -> dict[str, Json]:
-    """Return the environment variables that a command, or a program file that it names, reads by
-    their names, with their values, or None for one that is not set. Secrets are left out, and what
-    a shell has filled in before us cannot be known."""
+    """Return the environment variables that a command and its program files read by name, with
+    their values. The value is None if a variable is not set.
+
+    Secrets are left out. Variables that the user's shell replaced in the command are unknown.
+    """
     texts = list(words)
     for word in words:
         path = Path(cwd, word)
@@ -71,52 +74,59 @@ def variables_named(
                     texts.append(file.read(_MOST_OF_A_PROGRAM))
     names: set[str] = set()
     for text in texts:
-        assigned = {
-            match[1]
-            for match in _ASSIGNED.finditer(text)
-            if not re.search(rf"\$\{{?{match[1]}\b", match[2])
-        }
-        used = {name for groups in _READ.findall(text) for name in groups if name}
-        names |= used - assigned
-    return {
-        name: environ.get(name)
-        for name in sorted(names)
-        if not _NEVER_THE_SAME.fullmatch(name)
-        and not is_secret_variable(name, environ.get(name, ""))
-    }
+        names |= _names_read_in(text)
+    variables: dict[str, Json] = {}
+    for name in sorted(names):
+        is_secret = is_secret_variable(name, environ.get(name, ""))
+        if not is_secret and not _CHANGING.fullmatch(name):
+            variables[name] = environ.get(name)
+    return variables
 
 
-def changed_variables(before: Mapping[str, Json], job: str, now: Mapping[str, Json]) -> str:
-    """List the variables named in the command of a job that changed since its last launch, in one
-    line. Empty if none has changed.
+def _names_read_in(text: str) -> set[str]:
+    """Return the names of the variables that a text reads and does not set itself."""
+    used: set[str] = set()
+    for groups in _READ.findall(text):
+        used.update(name for name in groups if name)
+    for assignment in _ASSIGNED.finditer(text):
+        name, value = assignment.groups()
+        # PATH="$PATH:/opt" still reads the variable.
+        if not re.search(rf"\$\{{?{name}\b", value):
+            used.discard(name)
+    return used
+
+
+def describe_changes(before: Mapping[str, Json], job: str, now: Mapping[str, Json]) -> str:
+    """Return a line about the variables that a job's command reads and that changed since its last
+    launch. Empty if none changed.
 
     Args:
         before: the environment of the last launch in the run folder.
         job: the identity of the job. The launch of another job is not compared.
-        now: the result of `variables_named`.
+        now: the result of `find_variables_read`.
     """
     earlier = before.get("command_variables")
     if before.get("job") != job or not isinstance(earlier, dict):
         return ""
     changed = [
-        f"{name} was {_value_in_words(earlier[name])} and is {_value_in_words(now[name])}"
+        f"{name} was {_describe_value(earlier[name])} and is {_describe_value(now[name])}"
         for name in now
         if name in earlier and earlier[name] != now[name]
     ]
     return "; ".join(changed)
 
 
-def _value_in_words(value: Json) -> str:
+def _describe_value(value: Json) -> str:
     return "not set" if value is None else repr(public_text(str(value)))
 
 
 class Provenance:
-    """Writes the file of one launch in the background.
+    """Writes the file of a launch in the background.
 
     Args:
         run_dir: the run folder.
-        gpus: name and UUID of each GPU of the job.
-        facts: further content of the file.
+        gpus: the name and the UUID of each GPU of the job.
+        facts: more content for the file.
     """
 
     def __init__(
@@ -124,21 +134,21 @@ class Provenance:
     ) -> None:
         self._run_dir = run_dir
         self._gpus = gpus
-        self._known = dict(facts)
-        self._short: dict[str, Json] | None = None
+        self._facts = dict(facts)
+        self._summary: dict[str, Json] | None = None
         self._thread = threading.Thread(target=self._write, name="environment", daemon=True)
-        with contextlib.suppress(RuntimeError):  # no room for one more thread
+        with contextlib.suppress(RuntimeError):  # The machine allows no more threads.
             self._thread.start()
 
-    def short(self) -> dict[str, Json] | None:
-        """Return the part for ``summary.json``, or None if it takes too long."""
+    def read_summary(self) -> dict[str, Json] | None:
+        """Return the part for ``summary.json``, or None if the thread takes too long."""
         if self._thread.ident is not None:
-            self._thread.join(_LAST_CHANCE_SECONDS)
-        return self._short
+            self._thread.join(_WRITE_SECONDS)
+        return self._summary
 
     def _write(self) -> None:
         try:
-            packages = _packages()
+            packages = _list_packages()
             cwd = os.getcwd()
             cuda = torch_cuda_version()
             content: dict[str, Json] = {
@@ -152,25 +162,23 @@ class Provenance:
                 "executable": sys.executable,
                 "torch": packages.get("torch"),
                 "cuda": None if cuda == "none" else cuda,
-                "driver": _driver(),
+                "driver": _read_driver_version(),
                 "gpus": [{"name": name, "uuid": uuid} for name, uuid in self._gpus],
                 "variables": public_variables(os.environ),
                 "packages": packages,
-                **self._known,
+                **self._facts,
             }
-            content |= _code(cwd)
-            short = {name: content[name] for name in SHORT}
-            self._short = {**short, "gpus": [name for name, _ in self._gpus]}
+            content |= _read_repository(cwd)
+            summary = {name: content[name] for name in SHORT}
+            self._summary = {**summary, "gpus": [name for name, _ in self._gpus]}
             write_json(self._run_dir / FILE, content, indent=1)
-        except Exception as error:  # a record is never worth a job
+        except Exception as error:  # A record must not end the job.
             log.info("no %s: %r", FILE, error)
 
 
-def _code(cwd: str) -> dict[str, Json]:
-    """Return commit and state of the repository that ``cwd`` is in.
-
-    Of changed files only the names: what they hold may be secret.
-    """
+def _read_repository(cwd: str) -> dict[str, Json]:
+    """Return the commit of the repository that contains ``cwd``, and the names of changed files.
+    Their content is not recorded, because it may be secret."""
     commit = _git(cwd, "rev-parse HEAD")
     if commit is None:
         return {"git_commit": None, "git_dirty": None, "git_changed": []}
@@ -184,25 +192,25 @@ def _code(cwd: str) -> dict[str, Json]:
 
 
 def _git(folder: str, arguments: str) -> str | None:
-    """Return git's output, or None if it fails. Programs that the repository configures do not
-    run."""
+    """Return git's output, or None if git fails. Git runs no programs that the repository
+    configures."""
     command = ["git", "-c", "core.fsmonitor=false", "-C", folder]
     variables = {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"}
     printed = printed_by(command + arguments.split(), GIT_SECONDS, variables)
     return None if printed is None else printed.decode(errors="replace")
 
 
-def _packages() -> dict[str, str]:
+def _list_packages() -> dict[str, str]:
     versions: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
-        with contextlib.suppress(Exception):  # a broken one
+        with contextlib.suppress(Exception):  # An installed package may be broken.
             versions.setdefault(distribution.metadata["Name"], distribution.version)
     return dict(sorted(versions.items(), key=lambda pair: str(pair[0]).lower()))
 
 
-def _driver() -> str | None:
-    """Return the version of NVIDIA's driver, as the kernel has it: NVML would open a session that
-    lasts as long as the job, which blocks a reset of the GPUs."""
+def _read_driver_version() -> str | None:
+    """Return the version of NVIDIA's driver. The kernel is asked instead of NVML, whose session
+    would last as long as the job and block a reset of the GPUs."""
     with contextlib.suppress(OSError):
         text = Path("/proc/driver/nvidia/version").read_text()
         match = re.search(r"Kernel Module\D*?([\d.]+)", text)

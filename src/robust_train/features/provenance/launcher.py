@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from robust_train.features.provenance.environment import (
     Provenance,
-    changed_variables,
-    variables_named,
+    describe_changes,
+    find_variables_read,
 )
 from robust_train.folder.hydra_state import composed_files
 from robust_train.folder.provenance import changed_files, config_digests, read_environment
@@ -24,46 +24,45 @@ log = logging.getLogger("robust_train")
 
 
 class RecordsProvenance(InLauncher):
-    """Writes ``environment.json`` in the background, once the job has a device."""
+    """Warns of changes when a job starts, and writes ``environment.json`` once it has a device."""
 
     def __init__(self, job: JobView) -> None:
         super().__init__(job)
         self._record: Provenance | None = None
         # The variables that the command reads by name, and the digests of the config files.
-        self._known: dict[str, Json] = {}
+        self._facts: dict[str, Json] = {}
 
     def event(self, event: Event, attempt: Attempt | None) -> None:
-        """Compare with the last launch at the start, and record once the device is known."""
+        """Compare with the last launch when the job starts, and write the record once the device is
+        known."""
         if isinstance(event, JobStarted):
-            self._compare()
+            self._warn_of_changes()
         elif isinstance(event, DeviceAcquired):
             gpus = tuple(zip(event.gpu_names, event.gpu_uuids, strict=True))
-            self._record = Provenance(self.job.plan.run_dir, gpus, self._known)
+            self._record = Provenance(self.job.plan.run_dir, gpus, self._facts)
 
-    def _compare(self) -> None:
+    def _warn_of_changes(self) -> None:
+        """Warn of variables and config files that changed since the last launch."""
         plan = self.job.plan
         beginning = self.job.beginning
         trainer = plan.config.trainer
-        variables = variables_named(
-            [*command(), *(trainer.argv or ()), *trainer.resume_argv],
-            trainer.cwd or ".",
-            os.environ,
-        )
+        words = [*command(), *(trainer.argv or ()), *trainer.resume_argv]
+        variables = find_variables_read(words, trainer.cwd or ".", os.environ)
         arguments = trainer.argv if trainer.argv else sys.argv[1:]
         digests = config_digests(composed_files(), arguments)
         before = read_environment(plan.run_dir)
-        changed = changed_variables(before, beginning.job, variables)
-        if changed:
+        changes = describe_changes(before, beginning.job, variables)
+        if changes:
             log.warning(
-                "the command reads variables that have changed since the last launch: %s", changed
+                "the command reads variables that have changed since the last launch: %s", changes
             )
         files = changed_files(before, digests)
         if files and beginning.checkpoint is not None:
             log.warning(
-                "this launch runs today's config; changed since the last launch: %s",
+                "this launch uses the current config; changed since the last launch: %s",
                 ", ".join(files),
             )
-        self._known = {
+        self._facts = {
             "job": beginning.job,
             "command_variables": variables,
             "config_files": digests,
@@ -73,4 +72,4 @@ class RecordsProvenance(InLauncher):
         """Return the summary with the short form of the record."""
         if self._record is None:
             return summary
-        return replace(summary, environment=self._record.short())
+        return replace(summary, environment=self._record.read_summary())

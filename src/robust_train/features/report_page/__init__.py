@@ -1,4 +1,4 @@
-"""The page of a job, its goodput, and advice on its speed."""
+"""The report page of a job, its goodput, and advice on its speed."""
 
 from robust_train.model.feature import Feature
 

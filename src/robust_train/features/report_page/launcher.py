@@ -1,4 +1,5 @@
-"""Writes the page of a job that has ended, and the figures from its record, in the launcher."""
+"""Writes the report page of a job that has ended, and adds goodput and advice to its summary, in
+the launcher."""
 
 from __future__ import annotations
 
@@ -13,17 +14,20 @@ from robust_train.report.story import goodput_from
 
 
 class ReportPage(InLauncher):
-    """Reads the job's record once, for the summary and the page."""
+    """Reads the job's record once, for the summary and for the page."""
 
     def end(self, summary: Summary) -> Summary:
-        """Add goodput and advice to the summary, and write the page that shows both."""
+        """Add goodput and advice to the summary, and write the page that shows both. A figure that
+        cannot be computed is left out."""
         words = self.job.plan.words
         sources = compute_or_warn("the record", lambda: read_sources(summary.run_dir))
         if sources is None:
             return summary
-        findings = compute_or_warn("advice", lambda: tuple(wording.speed_advice(summary.attempts)))
+        speed_advice = compute_or_warn(
+            "advice", lambda: tuple(wording.speed_advice(summary.attempts))
+        )
         goodput = compute_or_warn("goodput", lambda: goodput_from(sources))
-        advice = (*summary.advice, *map(words.text, findings or ()))
+        advice = (*summary.advice, *map(words.text, speed_advice or ()))
         summary = replace(summary, goodput=goodput, advice=advice)
         write_report(replace(sources, summary=summary))
         return summary

@@ -1,4 +1,4 @@
-"""Requests to a running attempt: a checkpoint, half the batch, figures of its memory."""
+"""Requests to a running attempt: for a checkpoint, half the batch, or memory figures."""
 
 from robust_train.model.feature import Feature
 

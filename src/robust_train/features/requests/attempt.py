@@ -1,8 +1,9 @@
-"""The attempt's side of ``requests/``: a thread polls, and the trainer's thread carries out.
+"""Carries out requests to a running attempt, in the process that trains.
 
-A request that changes something waits for a step boundary: a call like ``run.progress``, or for
-trainers that never use ``run`` the end of an optimizer's step. The thread itself answers requests
-that only read. Without requests a boundary costs one look at an empty list.
+A command such as ``robust-train checkpoint`` writes a file into the run folder's ``requests/``. A
+thread of the attempt polls that folder. It answers requests that only read. A request that changes
+something waits for the trainer's thread, which carries it out between two steps: in a call like
+``run.progress``, or at the end of an optimizer step if the trainer never uses ``run``.
 """
 
 from __future__ import annotations
@@ -29,26 +30,29 @@ log = logging.getLogger("robust_train")
 
 _READ_ONLY = frozenset({"figures", "memory_info"})
 _ROUNDS = 2
-"""After this many boundaries of a kind, the trainer has gone through its loop once, so its habits
-are known."""
+"""After this many step boundaries of a kind, the trainer's loop has run once. So it is known
+whether the trainer uses ``run.should_save`` and ``run.backward``."""
 
 
 @dataclass
 class _Pending:
-    """A request that waits for a boundary, with the number of boundaries of each kind since."""
+    """A request that waits for a step boundary."""
 
     request: Request
+    # The number of boundaries of each kind since the request.
     seen: Counter[str] = field(default_factory=Counter)
 
     @property
-    def knows_habits(self) -> bool:
+    def has_seen_loop(self) -> bool:
+        """Whether the trainer's loop has run once since the request."""
         return max(self.seen.values(), default=0) >= _ROUNDS
 
 
 class Requests(InAttempt):
     """Takes and carries out the requests to an attempt, on its first rank.
 
-    A request without an answer at its end stays ``.taken``: the launcher knows what follows.
+    If the attempt ends first, a request stays in the folder as ``.taken``, and the launcher answers
+    it.
     """
 
     def __init__(self, live: LiveAttempt, config: RobustConfig) -> None:
@@ -58,8 +62,8 @@ class Requests(InAttempt):
         self._stop_watching: Callable[[], None] | None = None
 
     def tick(self) -> None:
-        """Take new requests, and carry out at once those that only read."""
-        # those of another job that has the folder by now are not for this one
+        """Take new requests, and answer the requests that only read."""
+        # If another job has the folder by now, the requests are for that job.
         if not self.live.saving.owns_folder():
             return
         for request in find_requests(self.live.run_dir):
@@ -75,57 +79,58 @@ class Requests(InAttempt):
                 )
 
     def close(self, error: BaseException | None) -> None:
-        """Stop watching the optimizer: from here on no tick takes another request."""
+        """Stop watching the optimizer, because no more requests are taken."""
         if self._stop_watching is not None:
             self._stop_watching()
 
     def boundary(self, what: str) -> None:
-        """Carry out the possible requests, between two steps of the trainer's loop."""
+        """Carry out waiting requests, between two steps of the trainer's loop."""
         if not self.waiting or not self._is_busy.acquire(blocking=False):
-            return  # another thread of the trainer is doing it
+            return  # Another thread of the trainer is carrying them out.
         try:
-            for waiting in list(self.waiting):
-                waiting.seen[what] += 1
-                if self._carry_out(waiting):
-                    self.waiting.remove(waiting)
+            for pending in list(self.waiting):
+                pending.seen[what] += 1
+                if self._carry_out(pending):
+                    self.waiting.remove(pending)
         finally:
             self._is_busy.release()
 
-    def _carry_out(self, waiting: _Pending) -> bool:
-        """Return whether the request is finished: carried out, refused, or failed."""
-        verb = waiting.request.verb
+    def _carry_out(self, pending: _Pending) -> bool:
+        """Carry out and answer a request. Return whether it is finished: carried out, refused, or
+        failed."""
+        verb = pending.request.verb
         try:
-            reply = self._reply(waiting)
+            reply = self._reply(pending)
         except RefusedError as refusal:
             problem = Words(self.live.their_keys).text(str(refusal))
             reply = {"error": problem}
-        except (ValueError, OSError) as error:  # the value of an option, or the content of a file
+        except (ValueError, OSError) as error:  # An option's value or a file is unusable.
             reply = {"error": f"{verb}: {error}"}
-        except Exception as error:  # a request must not end the training
+        except Exception as error:  # A request must not end the training.
             reply = {"error": f"{verb}: {named_line(error)}"}
         if reply:
-            waiting.request.answer(reply)
+            pending.request.answer(reply)
         return reply is not None
 
-    def _reply(self, waiting: _Pending) -> Reply | None:
+    def _reply(self, pending: _Pending) -> Reply | None:
         """Carry out a request.
 
         Returns:
             The answer. None if this boundary is too early, empty if the answer follows later.
 
         Raises:
-            RefusedError: this trainer cannot do it.
+            RefusedError: this trainer cannot do what is requested.
         """
-        request = waiting.request
-        verb = waiting.request.verb
+        request = pending.request
+        verb = request.verb
         if verb == "figures":
             return {"answer": {"attempt_pid": os.getpid(), "memory": memory_in_use()}}
         if verb == "checkpoint":
-            return self._checkpoint(waiting)
+            return self._request_checkpoint(pending)
         if verb == "halve_batch":
-            return self._split_finer(waiting)
+            return self._halve_batch(pending)
         if not verb.startswith("memory_"):
-            raise RefusedError(f"{verb}: an attempt knows no such request")
+            raise RefusedError(f"{verb}: attempts do not support this request")
         answer = perform(verb, request.options, self.live.run_dir)
         if verb not in _READ_ONLY:
             sentence = str(answer.get("sentence"))
@@ -135,47 +140,50 @@ class Requests(InAttempt):
             self.live.reports.send(RequestDone(verb, self.live.reports.last_step, sentence))
         return {"answer": answer}
 
-    def _checkpoint(self, waiting: _Pending) -> Reply | None:
+    def _request_checkpoint(self, pending: _Pending) -> Reply | None:
+        """Make the trainer's next ``run.should_save()`` true. Its answer follows the checkpoint."""
         stops = self.live.stops
-        answer = waiting.request.answer
-        if waiting.seen.total() == 1:
+        answer = pending.request.answer
+        if pending.seen.total() == 1:
             log.info("a checkpoint is requested")
             stops.request_checkpoint(answer)
         if stops.saves_on_request:
             return {}
-        if not waiting.knows_habits:
+        if not pending.has_seen_loop:
             return None
         stops.withdraw_checkpoint_request(answer)
         other = ""
         if stops.is_cooperative:
-            other = " or 'robust-train stop', which saves one first"
+            other = ", or use 'robust-train stop', which saves a checkpoint first"
         raise RefusedError(
-            "this trainer does not call run.should_save(), so it saves a checkpoint only "
-            f"when it would anyway; wait for that{other}"
+            "this trainer does not call run.should_save(), so it saves checkpoints only at its own "
+            f"times; wait for the next checkpoint{other}"
         )
 
-    def _split_finer(self, waiting: _Pending) -> Reply | None:
+    def _halve_batch(self, pending: _Pending) -> Reply | None:
+        """Use the next smaller micro-batch from the next step on."""
         parts = self.live.parts
         if parts.keeps_batch:
             raise RefusedError(
                 f"half the micro-batch would change the training: {parts.keeps_batch}"
             )
         if not parts.splits:
-            if not waiting.knows_habits:
+            if not pending.has_seen_loop:
                 return None
             raise RefusedError(
                 "this trainer does not use run.backward, so its batch cannot be changed while it "
-                "runs; stop it and start it again with a smaller training.batch_size (--batch-size)"
+                "runs; stop the job and start it again with a smaller training.batch_size "
+                "(--batch-size)"
             )
         changed = parts.shrink("requested by 'robust-train halve-batch'")
         size = parts.batcher().size
         least = parts.plan.min_batch_size
         if changed is None and size is None:
-            raise RefusedError("no batch was split so far; try again after the first step")
+            raise RefusedError("the size of a batch is not known yet; try again after a step")
         if changed is None:
             raise RefusedError(
-                f"the micro-batch is {size} already, and min_batch_size={least} allows no smaller "
-                "one"
+                f"the micro-batch is already {size}, and min_batch_size={least} allows no smaller "
+                "micro-batch"
             )
         before, after = changed
         return {

@@ -1,7 +1,8 @@
-"""Which of the user's rules applies to a failure, and its decision. Pure.
+"""Finds the user's rule that applies to a failure, and makes its decision. Pure.
 
-``retry_rules.launcher`` calls `with_rule` for the evidence of each failure, and `decided_by_rule`
-before any remedy.
+In the launcher, ``retry_rules.launcher`` calls `with_rule` for each failure, and `decide_by_rule`
+before any remedy. For example, with ``{exit_code: 3, then: retry, times: 5}`` a script that exits
+with 3 is repeated up to five times.
 """
 
 from __future__ import annotations
@@ -11,37 +12,37 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from robust_train.config.values import key
-from robust_train.features.retry_rules.reading import retry_rules
+from robust_train.features.retry_rules.reading import read_rules
 from robust_train.features.retry_rules.record import RuleNote
 from robust_train.host.search import is_found
 from robust_train.model.attempt import Attempt
-from robust_train.model.failure import Clue, Failure, FailureKind
+from robust_train.model.failure import Clue, FailureKind
 from robust_train.model.feature import FeatureKeys
 from robust_train.model.spec import Decision, GiveUp, Retry, RetryRule
 from robust_train.policy.context import FailureContext, Offers
-from robust_train.policy.decide import with_first_size
-from robust_train.policy.retries import halved, pause_before
-from robust_train.policy.sizes import PolicySettings
+from robust_train.policy.first_size import with_first_size
+from robust_train.policy.retries import pause_before, retry_with_half
+from robust_train.policy.settings import PolicySettings
 
-EXCLUDE_GPU = "exclude_gpu"
+_EXCLUDE_GPU = "exclude_gpu"
 
 
 @dataclass(frozen=True)
 class RetryKeys(FeatureKeys):
-    """``retry``: the user's knowledge about failures."""
+    """``retry``: the user's rules for failures."""
 
     group: ClassVar[str] = "retry"
     rules: tuple[RetryRule, ...] = key(
         (),
-        "your own reactions to an exit code, message or exception; they precede ours",
+        "your own rules, which come first: the reaction to an exit code, message or exception",
         more="([recovery](recovery.md#your-own-rules))",
         accepts="list",
         written=[],
-        read=retry_rules,
+        read=read_rules,
     )
 
     def mistakes(self, config: Any) -> Iterator[str]:
-        """Yield the conditions that this trainer's failures can never meet."""
+        """Yield a message for each condition that this trainer's failures can never meet."""
         raises = config.traits.raises
         for number, rule in enumerate(self.rules):
             name = f"retry.rules[{number}]"
@@ -52,79 +53,92 @@ class RetryKeys(FeatureKeys):
 
 
 def with_rule(settings: PolicySettings, earlier: tuple[Attempt, ...], attempt: Attempt) -> Attempt:
-    """Return the attempt with the number of the user rule that applies to it, if any.
+    """Return the attempt with the number of the user rule that applies to it. Without such a rule,
+    the attempt stays unchanged.
 
-    Under the rule ``exclude_gpu``, the failure counts as a failure of the GPU.
+    If the rule says ``exclude_gpu``, the failure becomes a hardware fault of the GPU.
     """
     failure = attempt.failure
     if failure is None:
         return attempt
     context = FailureContext(settings, earlier + (attempt,), Offers())
-    for number, rule in enumerate(settings.config.of(RetryKeys).rules):
-        has_tries = rule.then == "stop" or _tries(context, number) < _most(context, rule)
-        if has_tries and _fits(rule, attempt) and _can(rule, context):
-            break
-    else:
+    number = _find_rule(context)
+    if number is None:
         return attempt
     attempt = attempt.having(RuleNote(number))
-    if rule.then != EXCLUDE_GPU:
+    if settings.config.of(RetryKeys).rules[number].then != _EXCLUDE_GPU:
         return attempt
     why = _why(replace(context, history=earlier + (attempt,)))
-    evidence = replace(failure.evidence, clue=Clue.HARDWARE)
-    fault = Failure(
-        FailureKind.DEVICE_FAULT, f"{why}: {EXCLUDE_GPU}", evidence, failure.advice, failure.rank
+    fault = replace(
+        failure,
+        kind=FailureKind.DEVICE_FAULT,
+        message=f"{why}: {_EXCLUDE_GPU}",
+        evidence=replace(failure.evidence, clue=Clue.HARDWARE),
     )
     return replace(attempt, failure=fault)
 
 
-def decided_by_rule(settings: PolicySettings, history: tuple[Attempt, ...]) -> Decision | None:
-    """Return the rule's decision after the last attempt, None if the remedies decide."""
+def _find_rule(context: FailureContext) -> int | None:
+    """Return the number of the first rule that matches the last attempt, may be applied again, and
+    can be followed."""
+    for number, rule in enumerate(context.config.of(RetryKeys).rules):
+        has_tries = rule.then == "stop" or _tries(context, number) < _most_tries(context, rule)
+        if has_tries and _is_match(rule, context.attempt) and _can_follow(rule, context):
+            return number
+    return None
+
+
+def decide_by_rule(settings: PolicySettings, history: tuple[Attempt, ...]) -> Decision | None:
+    """Return the decision of the rule that applies to the last attempt, None if the remedies
+    decide."""
     number = history[-1].of(RuleNote).rule
     if number is None:
         return None
     context = FailureContext(settings, history, Offers())
-    decision = _decision(context, number)
+    decision = _follow_rule(context, number)
     if decision is None:
         return None
     return with_first_size(settings, history, decision)
 
 
-def _decision(context: FailureContext, number: int) -> Decision | None:
-    """Return the decision of a user rule, or None to leave it to the remedies."""
+def _follow_rule(context: FailureContext, number: int) -> Decision | None:
+    """Return the decision of a user rule, None if the remedies decide."""
     why = _why(context)
     match context.config.of(RetryKeys).rules[number].then:
         case "stop":
             return GiveUp(f"{why}: stop")
         case "smaller_batch":
-            return halved(context, f"{why}: ")
+            return retry_with_half(context, f"{why}: ")
         case "retry":
             pause = pause_before(context, _tries(context, number))
             reason = f"{why}: the same again in {pause:g} s"
             return Retry(context.last, "retry", reason, pause_seconds=pause)
-    return None  # exclude_gpu: the remedies for failed hardware decide
+    # After exclude_gpu, the remedies for failed hardware decide.
+    return None
 
 
 def _why(context: FailureContext) -> str:
-    """Return the failure, the rule that applies to it, and the number of this try of the rule."""
+    """Return a text with the failure, the rule that applies, and how often it was applied."""
     number = context.attempt.of(RuleNote).rule
     assert number is not None
     rule = context.config.of(RetryKeys).rules[number]
-    which = ""
+    count = ""
     if rule.then != "stop":
-        which = f" ({_tries(context, number)} of {_most(context, rule)})"
-    return f"{context.failure.message}; retry.rules[{number}]{which}"
+        count = f" ({_tries(context, number)} of {_most_tries(context, rule)})"
+    return f"{context.failure.message}; retry.rules[{number}]{count}"
 
 
 def _tries(context: FailureContext, number: int) -> int:
-    """Return how often a rule has been applied since the last progress."""
+    """Return how often a rule was applied since the last progress."""
     return sum(attempt.of(RuleNote).rule == number for attempt in context.since_progress)
 
 
-def _most(context: FailureContext, rule: RetryRule) -> int:
+def _most_tries(context: FailureContext, rule: RetryRule) -> int:
     return context.config.retries if rule.times is None else rule.times
 
 
-def _fits(rule: RetryRule, attempt: Attempt) -> bool:
+def _is_match(rule: RetryRule, attempt: Attempt) -> bool:
+    """Return whether an attempt's failure meets all conditions of a rule."""
     failure = attempt.failure
     if failure is None or rule.exit_code not in (None, attempt.exit_code):
         return False
@@ -132,19 +146,21 @@ def _fits(rule: RetryRule, attempt: Attempt) -> bool:
     names = short_names.union(attempt.exceptions)
     if rule.exception and rule.exception not in names:
         return False
+    if not rule.message:
+        return True
     texts = (failure.message, attempt.traceback or "", attempt.exit.output)
-    # A progress bar may have thousands of parts on one line, on which patterns like `.*a.*b` take
-    # hours.
+    # Each state of a progress bar gets its own line. On a line with thousands of states, a pattern
+    # like `.*a.*b` would take hours.
     text = "\n".join(texts).replace("\r", "\n")
-    return not rule.message or is_found(rule.message, text)
+    return is_found(rule.message, text)
 
 
-def _can(rule: RetryRule, context: FailureContext) -> bool:
+def _can_follow(rule: RetryRule, context: FailureContext) -> bool:
     """Return whether a rule can be followed. Otherwise the next rule, or a remedy, decides."""
-    if rule.then == EXCLUDE_GPU:
+    if rule.then == _EXCLUDE_GPU:
         return bool(context.last.gpus)
     if rule.then != "smaller_batch":
         return True
-    is_kept = context.keeps_batch or context.keeps_loss
-    may_split = context.has_smaller and not is_kept
-    return may_split and not context.settings.refuses(context.smaller)
+    if not context.has_smaller or context.keeps_batch or context.keeps_loss:
+        return False
+    return not context.settings.refuses(context.smaller)

@@ -1,4 +1,5 @@
-"""Reads the user's rules from the config."""
+"""Reads the user's rules from the value of the key ``retry.rules``. Every process that reads the
+config calls `read_rules`."""
 
 from __future__ import annotations
 
@@ -16,14 +17,22 @@ _TYPES = {"exit_code": int, "message": str, "exception": str, "then": str, "time
 _EXAMPLE = "{exit_code: 3, then: retry, times: 5}"
 
 
-def retry_rules(name: str, given: Any) -> tuple[RetryRule, ...]:
-    """Return the user's own rules for failures, in order."""
+def read_rules(name: str, given: Any) -> tuple[RetryRule, ...]:
+    """Return the user's own rules for failures, in order.
+
+    Args:
+        name: the name of the key, for messages.
+        given: its value.
+
+    Raises:
+        ConfigError: the value is not a list of valid rules.
+    """
     if not isinstance(given, (list, type(None))):
         raise ConfigError(f"{name}={given}: must be a list like [{_EXAMPLE}]")
-    return tuple(_rule(f"{name}[{number}]", rule) for number, rule in enumerate(given or ()))
+    return tuple(_read_rule(f"{name}[{number}]", rule) for number, rule in enumerate(given or ()))
 
 
-def _rule(name: str, given: Any) -> RetryRule:
+def _read_rule(name: str, given: Any) -> RetryRule:
     if not isinstance(given, Mapping):
         raise ConfigError(f"{name}={given}: must be a mapping like {_EXAMPLE}")
     for part in given:
@@ -31,7 +40,7 @@ def _rule(name: str, given: Any) -> RetryRule:
             raise ConfigError(f"{name}.{part}: no such key; {suggest(str(part), _TYPES)}")
     rule = {str(part): value for part, value in given.items() if value is not None}
     if not set(_CONDITIONS).intersection(rule):
-        raise ConfigError(f"{name}: needs one of {', '.join(_CONDITIONS)}, as in {_EXAMPLE}")
+        raise ConfigError(f"{name}: needs one of {', '.join(_CONDITIONS)}, for example {_EXAMPLE}")
     then = rule.get("then", "…")
     if then not in _ACTIONS:
         raise ConfigError(f"{name}.then={then}: no such action; {suggest(str(then), _ACTIONS)}")

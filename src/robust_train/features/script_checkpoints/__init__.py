@@ -1,4 +1,4 @@
-"""Checkpoints that a script writes by itself, found by a pattern."""
+"""Checkpoints that a script writes by itself, and that are found by a pattern."""
 
 from robust_train.model.feature import Feature
 

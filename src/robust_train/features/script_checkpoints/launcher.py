@@ -1,4 +1,4 @@
-"""Logs what a script runs, and why its checkpoints cannot be used, in the launcher."""
+"""Logs a script's command and warns of missing or unusable checkpoints, in the launcher."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ log = logging.getLogger("robust_train")
 
 
 class ScriptCheckpoints(InLauncher):
-    """Warns once of a pattern that matches nothing, and of each file that cannot be used."""
+    """Warns once if the pattern matches no file, and of each file that cannot be used."""
 
     def __init__(self, job: JobView) -> None:
         super().__init__(job)
-        self._unused = ""  # why the newest file cannot be used
+        self._unused = ""  # the reason why the newest file cannot be used, empty if it can
         self._ended = 0  # number of attempts that have ended
         self._has_warned = False
 
     def event(self, event: Event, attempt: Attempt | None) -> None:
-        """Log an event that concerns the user."""
+        """Log the command, and the problems with checkpoints."""
         match event:
             case ScriptStarted():
-                # It is logged here, because the attempt's output is evidence.
+                # The attempt does not log it, because its output is evidence.
                 log.info("running %s", shlex.join(event.argv))
             case CheckpointUnused(text=text):
                 if text != self._unused:
@@ -40,6 +40,7 @@ class ScriptCheckpoints(InLauncher):
                 self._warn_of_pattern()
 
     def _warn_of_pattern(self) -> None:
+        """Warn once if no file matches the pattern for checkpoints."""
         trainer = self.job.plan.config.trainer
         if self._unused or self._has_warned or self.job.checkpoint is not None:
             return
@@ -47,8 +48,8 @@ class ScriptCheckpoints(InLauncher):
             return
         self._has_warned = True
         log.warning(
-            "no new file matches the pattern for checkpoints %s (in %s): without one an attempt "
-            "starts from the beginning",
+            "no new file matches the pattern for checkpoints %s (in %s): without a checkpoint an "
+            "attempt starts from the beginning",
             trainer.checkpoint_glob,
             Path(trainer.cwd or ".").absolute(),
         )

@@ -1,4 +1,5 @@
-"""The remedy for a script that cannot read its checkpoint."""
+"""The remedy for a script that cannot read its checkpoint. ``policy.decide`` calls it in the
+launcher. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from robust_train.model.spec import Retry
 from robust_train.policy.context import FailureContext
 
 
-def earlier_checkpoint(context: FailureContext) -> Retry | None:
+def resume_from_earlier_checkpoint(context: FailureContext) -> Retry | None:
     """Retry once from the checkpoint before the checkpoint that the script could not read."""
     if context.evidence.clue != Clue.DAMAGED or not context.evidence.has_checkpoint:
         return None

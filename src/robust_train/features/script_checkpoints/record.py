@@ -1,4 +1,4 @@
-"""The note of an attempt about the checkpoints that its script writes."""
+"""The note about a script's newest checkpoint, which the remedies read."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from robust_train.model.events import CheckpointUnused, Event
 
 @dataclass(frozen=True)
 class ScriptCheckpointsNote(Note):
-    """The file of a script that cannot be resumed from. No file of ours has it."""
+    """A script's checkpoint from which no attempt can resume. The note is in no file."""
 
     folds = (CheckpointUnused,)
 
-    # Path of its newest checkpoint, if that is incomplete.
+    # The path of the newest checkpoint, if that checkpoint is incomplete.
     not_whole: str | None = None
 
     def after(self, event: Event, attempt: Attempt) -> ScriptCheckpointsNote:
-        """Return the note with a file that cannot be used."""
-        return ScriptCheckpointsNote(event.path) if isinstance(event, CheckpointUnused) else self
+        """Return the note with a checkpoint that cannot be used."""
+        if isinstance(event, CheckpointUnused):
+            return ScriptCheckpointsNote(event.path)
+        return self

@@ -1,4 +1,4 @@
-"""Training that is slower than possible: the cause is logged once."""
+"""Slow training: a cause that costs much time is logged once."""
 
 from robust_train.model.feature import Feature
 

@@ -1,15 +1,18 @@
-"""Watches how fast an attempt trains, from the launcher, and logs once what costs more than a fifth
-of the time for ten minutes."""
+"""Watches the speed of an attempt in the launcher, and logs a cause that slows training down.
+
+A cause is logged once if it costs more than a fifth of the time for ten minutes: a slow data
+loader, a slow rank, a throttled GPU, or another process on the GPU.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from robust_train.config.attempt import AttemptRequest
-from robust_train.features.slow.model import MUCH, hindrances, lost_share
+from robust_train.features.slow.model import MUCH, find_causes, lost_share
 from robust_train.features.slow.record import Slow
 from robust_train.gpu.inventory import close_session, read_inventory
 from robust_train.gpu.processes import CudaProcess, list_cuda_processes
@@ -22,21 +25,21 @@ from robust_train.model.spec import Speed
 
 log = logging.getLogger("robust_train")
 
-LONG_SECONDS = 600.0
+LONG_SECONDS = 600.0  # a cause that has lasted this long is logged
 _POLL_SECONDS = 30.0
-_LEAST_STEPS = 20  # the first steps are slow for other reasons
+_LEAST_STEPS = 20  # a speed is measured over at least this many steps, because the first are slow
 
 
 class SlowTraining(InLauncher):
-    """Logs and records the causes that slow each attempt down. A trainer in this process is not
-    watched."""
+    """Logs and records the causes that slow attempts down. A trainer in the launcher's own process
+    is not watched."""
 
     def __init__(self, job: JobView) -> None:
         super().__init__(job)
         self._watch: SlowWatch | None = None
 
     def request(self, request: AttemptRequest, attempt: Attempt) -> AttemptRequest:
-        """Watch the next attempt."""
+        """Start to watch the next attempt."""
         if not self.job.plan.config.runs_inline:
             self._watch = SlowWatch(attempt.spec.gpus, self._record)
         return request
@@ -47,7 +50,7 @@ class SlowTraining(InLauncher):
             self._watch.on_event(event)
 
     def tick(self, attempt: Attempt | None) -> Pause | None:
-        """Look for expensive causes."""
+        """Look for causes that cost much time."""
         if self._watch is not None and attempt is not None:
             self._watch.poll()
         return None
@@ -61,23 +64,25 @@ class SlowTraining(InLauncher):
 
 
 class SlowWatch:
-    """Watches an attempt on these GPUs, and passes `Slow` events to ``on_event``."""
+    """Watches an attempt, and sends a `Slow` event when the worst cause changes."""
 
     def __init__(
         self,
-        gpus: Group,
-        on_event: Callable[[Slow], None],
+        gpus: Group,  # the attempt's GPUs
+        send: Callable[[Slow], None],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._gpus = gpus
-        self._on_event = on_event
+        self._send = send
         self._now = now
-        self._speed: dict[int, Speed] = {}
-        self._best = 0.0
-        self._measured_at = self._next_poll = now()
-        self._since: dict[str, float] = {}
-        self._sent = ""
-        self._is_seen = not gpus  # whether its GPUs are known
+        self._speed: dict[int, Speed] = {}  # the last speed of each rank
+        self._best = 0.0  # the shortest seconds per step so far, 0 if unknown
+        self._measured_at = now()
+        self._next_poll = now()
+        self._since: dict[str, float] = {}  # when each present cause began
+        self._sent = ""  # the cause in the last event
+        # Whether a process of the attempt was seen on a GPU, or the attempt has no GPU.
+        self._is_on_gpu = not gpus
 
     def on_event(self, event: Event) -> None:
         """Receive an event of the attempt."""
@@ -93,67 +98,87 @@ class SlowWatch:
                 self._best = 0.0
 
     def poll(self) -> None:
-        """Look for hindrances twice a minute, and send the worst if it changed."""
+        """Look for causes twice a minute, and send the worst if it changed."""
         now = self._now()
         if now < self._next_poll:
             return
         self._next_poll = now + _POLL_SECONDS
-        if not self._is_seen:
-            self._warn_if_elsewhere()
+        if not self._is_on_gpu:
+            self._warn_of_unreserved_gpus()
+        present = self._find_causes(now)
+        self._since = {what: self._since.get(what, now) for what in present}
+        worst = Slow()
+        for what, cause in present.items():
+            has_lasted = now - self._since[what] >= LONG_SECONDS
+            if has_lasted and cause.share > worst.share:
+                worst = cause
+        if worst.what != self._sent:
+            self._sent = worst.what
+            self._send(replace(worst, share=round(worst.share, 3)))
+
+    def _find_causes(self, now: float) -> dict[str, Slow]:
+        """Return the present causes that cost much time."""
         speeds = list(self._speed.values())
         longest = max((3 * speed.seconds_per_step for speed in speeds), default=0.0)
         if now - self._measured_at > max(2 * _POLL_SECONDS, longest):
-            speeds = []  # nothing is measured, for example during a validation
-        is_slow = lost_share(speeds, self._best) > MUCH
-        on_gpu = _on_gpus(self._gpus) if is_slow and self._gpus else {}
-        present = hindrances(speeds, self._best, on_gpu)
-        self._since = {what: self._since.get(what, now) for what in present}
-        lasting = [what for what in present if now - self._since[what] >= LONG_SECONDS]
-        worst = max(
-            [present[what] for what in lasting], key=lambda slow: slow.share, default=Slow()
-        )
-        if worst.what != self._sent:
-            self._sent = worst.what
-            self._on_event(replace(worst, share=round(worst.share, 3)))
+            speeds = []  # No steps are measured now, for example during a validation.
+        on_gpu: dict[str, str] = {}
+        # Queries of the driver cost time, so they are made only if training is slow.
+        if self._gpus and lost_share(speeds, self._best) > MUCH:
+            on_gpu = _describe_gpu_problems(self._gpus)
+        return find_causes(speeds, self._best, on_gpu)
 
-    def _warn_if_elsewhere(self) -> None:
-        here, ours, _ = _computing(self._gpus)
-        self._is_seen = bool(ours)
-        on = {index for process in ours for index in process.gpus}
-        elsewhere = sorted(on - here.keys())
-        if elsewhere:
+    def _warn_of_unreserved_gpus(self) -> None:
+        """Warn once if the attempt computes on a GPU that is not reserved for it."""
+        use = _read_use(self._gpus)
+        self._is_on_gpu = bool(use.ours)
+        indices = {index for process in use.ours for index in process.gpus}
+        unreserved = sorted(indices - use.gpus.keys())
+        if unreserved:
             log.warning(
                 "the trainer computes on GPU %s, which is not reserved for it: it sets "
                 "CUDA_VISIBLE_DEVICES itself, and should use the GPU that it is given",
-                ", ".join(map(str, elsewhere)),
+                ", ".join(map(str, unreserved)),
             )
 
 
-def _on_gpus(gpus: Group) -> dict[str, str]:
-    """Describe what hinders these GPUs now: heat or power, or processes of others."""
-    here, ours, others = _computing(gpus)
-    reasons = {
-        f"GPU {index}": f"GPU {index} is throttled ({gpu.throttled})"
-        for index, gpu in here.items()
-        if gpu.throttled
-    }
-    # If no process here is ours, it is unknown which numbers are the job's.
-    for process in others if ours else ():
-        shared = [index for index in process.gpus if index in here]
+def _describe_gpu_problems(gpus: Group) -> dict[str, str]:
+    """Return a text for each problem of these GPUs now: throttling by heat or power, or processes
+    of others."""
+    use = _read_use(gpus)
+    problems: dict[str, str] = {}
+    for index, gpu in use.gpus.items():
+        if gpu.throttled:
+            problems[f"GPU {index}"] = f"GPU {index} is throttled ({gpu.throttled})"
+    if not use.ours:
+        # Process ids cannot be compared, for example in a container.
+        return problems
+    for process in use.others:
+        shared = [index for index in process.gpus if index in use.gpus]
         if shared:
-            who = f"process {process.pid} of {process.user} computes on GPU {shared[0]} too"
-            reasons[f"process {process.pid}"] = who
-    return reasons
+            text = f"process {process.pid} of {process.user} computes on GPU {shared[0]} too"
+            problems[f"process {process.pid}"] = text
+    return problems
 
 
-def _computing(gpus: Group) -> tuple[dict[int, GpuInfo], list[CudaProcess], list[CudaProcess]]:
-    """Return the current state of these GPUs, and the processes on any GPU: this job's, and
-    others."""
+@dataclass(frozen=True)
+class _GpuUse:
+    """The state of a job's GPUs, and the processes on any GPU of the machine."""
+
+    gpus: dict[int, GpuInfo]  # the job's GPUs by index
+    ours: list[CudaProcess]  # processes of this job
+    others: list[CudaProcess]
+
+
+def _read_use(gpus: Group) -> _GpuUse:
+    """Read the current use of these GPUs from the driver."""
     inventory = read_inventory()
-    close_session()  # an open session blocks a reset of any GPU
+    close_session()  # An open session blocks a reset of any GPU.
     uuids = {gpu.uuid for gpu in gpus}
-    here = {gpu.index: gpu for gpu in inventory.gpus if gpu.uuid in uuids}
     pids = {child.pid for child in list_children(recursive=True)}
-    listed, _ = list_cuda_processes(inventory)
-    ours = [process for process in listed if process.pid in pids]
-    return here, ours, [process for process in listed if process not in ours]
+    processes, _ = list_cuda_processes(inventory)
+    return _GpuUse(
+        gpus={gpu.index: gpu for gpu in inventory.gpus if gpu.uuid in uuids},
+        ours=[process for process in processes if process.pid in pids],
+        others=[process for process in processes if process.pid not in pids],
+    )

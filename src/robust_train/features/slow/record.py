@@ -10,27 +10,30 @@ from robust_train.model.events import Event, Notice
 
 @dataclass(frozen=True)
 class Slow(Event):
-    """A cause that has cost this ``share`` of the time for ten minutes. Empty once it is over."""
+    """A cause that cost this ``share`` of the time for ten minutes. All fields are empty once
+    training is no longer slow."""
 
     name = "slow"
     what: str = ""  # `data`, `rank N`, `GPU N`, or `process PID`
-    text: str = ""  # a sentence
+    text: str = ""  # a sentence for people
     share: float = 0.0
 
     def notice(self, attempt: int | None) -> Notice | None:
-        """Return a message about the cause, or None once it is over."""
+        """Return a message about the cause, or None once training is no longer slow."""
         return Notice("slow", f" is slow: {self.text}") if self.text else None
 
 
 @dataclass(frozen=True)
 class SlowNote(Note):
-    """The hindrance that slows an attempt down."""
+    """The cause that slows an attempt down now."""
 
     behind = "micro_batch"
     folds = (Slow,)
 
-    slow: str = ""  # the current cause, a sentence
+    slow: str = ""  # the cause as a sentence, empty if training is not slow
 
     def after(self, event: Event, attempt: Attempt) -> SlowNote:
         """Return the note with the current cause."""
-        return SlowNote(event.text) if isinstance(event, Slow) else self
+        if isinstance(event, Slow):
+            return SlowNote(event.text)
+        return self

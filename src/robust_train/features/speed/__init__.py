@@ -1,4 +1,4 @@
-"""The speed of training, as each rank measures it: in the record, on the screen, in advice."""
+"""The speed of training and the cost of checkpoints, which each rank measures."""
 
 from robust_train.model.feature import Feature
 

@@ -1,4 +1,7 @@
-"""The fields of an attempt's record about its speed and the cost of its checkpoints."""
+"""The fields of an attempt's record about its speed and the cost of its checkpoints.
+
+The attempt reports the figures in events. The report page, the screen and the advice read them.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,15 @@ from robust_train.model.spec import Speed
 
 @dataclass(frozen=True)
 class SavingNote(Note):
-    """The time that checkpoints have cost an attempt."""
+    """The time that checkpoints cost an attempt."""
 
     behind = "saves"
     folds = (CheckpointSaved,)
 
-    saving_seconds: float = 0.0  # seconds for which they held training up
+    saving_seconds: float = 0.0  # the seconds for which training waited for checkpoints
 
     def after(self, event: Event, attempt: Attempt) -> SavingNote:
-        """Return the note with the seconds up to the last checkpoint that may be resumed from."""
+        """Return the note with the seconds up to the last checkpoint that a job may resume from."""
         if not isinstance(event, CheckpointSaved) or event.loss == "diverged":
             return self
         return SavingNote(event.saving_seconds)
@@ -27,7 +30,7 @@ class SavingNote(Note):
 
 @dataclass(frozen=True)
 class SpeedNote(Note):
-    """The speed of each rank that measured it."""
+    """The last measured speed of each rank."""
 
     behind = "memory"
     folds = (SpeedMeasured,)
@@ -35,11 +38,11 @@ class SpeedNote(Note):
     speed: tuple[Speed, ...] = ()
 
     def after(self, event: Event, attempt: Attempt) -> SpeedNote:
-        """Return the note with the last figures of a rank in place of those before."""
+        """Return the note with new figures of a rank."""
         if not isinstance(event, SpeedMeasured):
             return self
         speed = replace(event.speed, rank=event.rank)
-        # The number of samples in a step is unknown.
+        # Without a batch, the number of samples in a step is unknown.
         if not attempt.spec.has_batch:
             speed = replace(speed, samples_per_second=None)
         others = [other for other in self.speed if other.rank != event.rank]

@@ -1,4 +1,5 @@
-"""Attempts that hang: noticed, shown with their stacks, ended (``stall_timeout_minutes``)."""
+"""Attempts that hang: they are detected and ended, and their stacks are recorded
+(``stall_timeout_minutes``)."""
 
 from robust_train.features.stall.model import StallKeys
 from robust_train.model.feature import Feature

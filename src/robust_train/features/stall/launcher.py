@@ -1,10 +1,10 @@
-"""Watches an attempt's signs of life from the launcher, and ends an attempt that hangs.
+"""Watches an attempt's signs of life in the launcher, and ends an attempt that hangs.
 
-Before the end, the stacks of its processes are written. Our own Python processes write theirs at a
-signal, with faulthandler. py-spy writes those of others, if it is installed and may trace them.
-With several GPUs, torch keeps a record of each rank's last collectives (NCCL's flight recorder). A
-thread of torch polls a pipe once a second for a request to dump it, and needs no GIL for that
-(``HeartbeatMonitor`` in ``ProcessGroupNCCL.cpp``).
+Before the end, the stacks of its processes are written. Interpreters that robust-train started
+write their own stacks at a signal, with faulthandler. py-spy writes the stacks of other processes,
+if it is installed and may trace them. With several GPUs, torch records each rank's last collectives
+(NCCL's flight recorder). A thread of torch polls a pipe once a second for a request to dump that
+record, and needs no GIL for that (``HeartbeatMonitor`` in ``ProcessGroupNCCL.cpp``).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from robust_train.features.stall.model import (
     Pulse,
     StallKeys,
     Standstill,
-    standstill,
-    worth_keeping,
+    measure_standstill,
+    should_record,
 )
 from robust_train.features.stall.record import Stalled, StallWarning
 from robust_train.gpu.bounded import printed_by
@@ -67,16 +67,16 @@ _OF_THE_LOOP = (
     MicroBatchChanged,
     UserEvent,
 )
-"""Once progress was reported, each of these counts as progress: the training loop sends it. Other
-events may come from a thread that still runs when training hangs."""
+"""Events that the training loop sends. Once progress was reported, each of them counts as progress.
+Other events may come from a thread that still runs when training hangs."""
 
 _SHORTEST_TICK_LIMIT = 1.0
 _LONGEST_TICK_LIMIT = 5.0
-"""Bounds of the longest time between two ticks, in seconds. It follows from the stall limit. If
-more time has passed, the launcher was suspended or the machine slept: the rest does not count."""
-_LOOKS = 20  # how often the processes are looked at within the limit
-# Since the last look, an attempt that is alive has used this much CPU time (a share of the time and
-# a constant) or moved this many bytes, or its GPU is this busy now.
+"""Bounds of the longest time between two ticks that counts, in seconds. The value depends on the
+stall limit. If more time has passed, the launcher was suspended or the machine slept."""
+_LOOKS = 20  # the number of looks at the processes within the limit
+# An attempt is alive if it used this much CPU time (a share of the time, and a constant) or moved
+# this many bytes since the last look, or if its GPU is this busy now.
 _CPU_SHARE = 0.02
 _CPU_GRAIN_SECONDS = 0.02
 _BYTES_PER_SECOND = 200_000
@@ -107,13 +107,13 @@ class _Glance:
 
 
 class Stall(InLauncher):
-    """Passes the longest pause so far to the watch, and makes ranks record their collectives."""
+    """Passes the job's longest pause to the watch, and makes ranks record their collectives."""
 
     def request(self, request: AttemptRequest, attempt: Attempt) -> AttemptRequest:
-        """Return the request with the longest pause so far.
+        """Return the request with the longest pause in the job's earlier attempts.
 
-        If the attempt has several GPUs, it also starts NCCL's flight recorder, which shows the
-        collectives that ranks wait for.
+        If the attempt has several GPUs, the request also starts NCCL's flight recorder, which shows
+        the collectives that ranks wait for.
         """
         request = replace(request, longest_pause=self.job.state.longest_pause or 0.0)
         if self.job.plan.config.of(StallKeys).timeout_seconds == 0 or len(attempt.spec.gpus) < 2:
@@ -123,8 +123,8 @@ class Stall(InLauncher):
 
 
 class StallWatch(Watch):
-    """Ends an attempt that hangs. In the launcher, :class:`.process.RunningAttempt` passes it each
-    event and the news of output, and polls it."""
+    """Detects that an attempt hangs. In the launcher, :class:`.process.RunningAttempt` passes each
+    event to the watch, notifies it of output, and polls it."""
 
     def __init__(
         self, request: AttemptRequest, pids: Sequence[int], send: Callable[[Event], None]
@@ -132,43 +132,45 @@ class StallWatch(Watch):
         super().__init__(request, pids, send)
         self._request = request
         self._pids = pids
-        self._on_event = send
+        self._send = send
         self._limit_seconds = request.config.of(StallKeys).timeout_seconds
         self._pulse = Pulse(longest=request.longest_pause)
-        self._known = request.longest_pause
+        self._recorded_pause = request.longest_pause  # the longest pause in the job's records
         self._ticked = time.monotonic()
         tick = (self._limit_seconds or SHORTEST_SECONDS) / 10
         self._longest_tick = min(max(tick, _SHORTEST_TICK_LIMIT), _LONGEST_TICK_LIMIT)
         self._next_look = 0.0
-        self._glance: _Glance | None = None  # None after an event
-        self._ended_for: Standstill | None = None
-        self._is_suspended = self._has_warned = False
+        self._glance: _Glance | None = None  # the last look, None after an event
+        self._ended_for: Standstill | None = None  # the standstill for which the attempt ended
+        self._is_suspended = False  # whether all its processes are stopped by a signal
+        self._has_warned = False
 
     def event(self, event: Event) -> None:
-        """Take an event of the attempt as a sign of life."""
+        """Count an event of the attempt as a sign of life, and some events as progress."""
         self._let_time_pass()
         pulse = self._pulse
         has_begun = pulse.reported is not None
-        if isinstance(event, _OF_THE_LOOP if has_begun else Progress):
+        counts_as_progress = _OF_THE_LOOP if has_begun else Progress
+        if isinstance(event, counts_as_progress):
             pulse = pulse.after_progress()
         elif isinstance(event, TrainingStarted) and not has_begun:
             pulse = replace(pulse, begun=pulse.now)
         self._pulse = replace(pulse, alive=pulse.now)
         self._is_suspended = False
         self._glance = None
-        if worth_keeping(pulse.longest, self._known):
-            self._known = pulse.longest
-            self._on_event(PauseLearned(round(pulse.longest, 1)))
+        if should_record(pulse.longest, self._recorded_pause):
+            self._recorded_pause = pulse.longest
+            self._send(PauseLearned(round(pulse.longest, 1)))
 
     def output(self) -> None:
-        """Take what the attempt has printed as a sign of life."""
+        """Count output of the attempt as a sign of life."""
         self._let_time_pass()
         if self._glance is None or not self._glance.stopped:
             self._pulse = replace(self._pulse, alive=self._pulse.now)
 
     def poll(self, living: Mapping[int, Interpreter]) -> End | None:
-        """End the attempt once it hangs, with the stacks of its processes on the disk."""
-        hang = self.standstill()
+        """Write the stacks of the attempt's processes and ask for its end, once it hangs."""
+        hang = self.detect_hang()
         if hang is None:
             return None
         self._ended_for = hang
@@ -177,36 +179,42 @@ class StallWatch(Watch):
     def explain(self, stacks: str) -> Failure:
         """Record the standstill, and return it as the failure."""
         ended_for = self._ended_for
-        assert ended_for is not None, "it has not ended the attempt"
-        self._on_event(Stalled(round(ended_for.seconds, 1), stacks))
+        assert ended_for is not None, "the watch has not ended the attempt"
+        self._send(Stalled(round(ended_for.seconds, 1), stacks))
+        message = f"stalled: {ended_for.what} (stall_timeout_minutes)"
         where = where_it_stands(stacks)
         if where:
-            where = f"; {where}"
-        file = self._request.stacks_file
-        return Failure(
-            FailureKind.COMM,
-            f"stalled: {ended_for.what} (stall_timeout_minutes){where}",
-            Evidence(library="robust_train", clue=Clue.STALLED),
-            (f"see what the threads were doing in {file}",) if stacks else (),
-        )
+            message += f"; {where}"
+        advice: tuple[str, ...] = ()
+        if stacks:
+            advice = (f"see in {self._request.stacks_file} what the threads were doing",)
+        evidence = Evidence(library="robust_train", clue=Clue.STALLED)
+        return Failure(FailureKind.COMM, message, evidence, advice)
 
     def close(self) -> None:
-        """Remove the pipes through which ranks are asked for their collectives."""
+        """Remove the pipes that request a rank's record of collectives."""
         remove_nccl_pipes(self._request.run_dir)
 
-    def standstill(self) -> Standstill | None:
-        """Return the standstill if the attempt hangs, else None. Warns at half of the limit."""
+    def detect_hang(self) -> Standstill | None:
+        """Return the standstill if the attempt hangs, otherwise None. Warns at half of the limit.
+
+        The processes are looked at only a few times within the limit, because that takes longer
+        than a tick.
+        """
         self._let_time_pass()
-        hang = standstill(self._limit_seconds, self._pulse)
-        if hang is None or self._ticked < self._next_look:
+        measured = measure_standstill(self._limit_seconds, self._pulse)
+        if measured is None or self._ticked < self._next_look:
             return None
-        self._next_look = self._ticked + hang.limit_seconds / _LOOKS
+        self._next_look = self._ticked + measured.limit_seconds / _LOOKS
         self._look()
-        hang = standstill(self._limit_seconds, self._pulse) or hang
-        self._warn(hang)
-        return hang if hang.share >= 1 and not self._is_suspended else None
+        # The look may have found a sign of life.
+        measured = measure_standstill(self._limit_seconds, self._pulse) or measured
+        self._warn(measured)
+        is_hang = measured.share >= 1 and not self._is_suspended
+        return measured if is_hang else None
 
     def _let_time_pass(self) -> None:
+        """Advance the pulse's clock, unless the attempt is suspended."""
         now = time.monotonic()
         if not self._is_suspended:
             passed = min(now - self._ticked, self._longest_tick)
@@ -214,6 +222,7 @@ class StallWatch(Watch):
         self._ticked = now
 
     def _look(self) -> None:
+        """Look at the attempt's processes and GPUs for signs of life."""
         before = self._glance
         now = self._take_glance()
         was_suspended = self._is_suspended
@@ -248,32 +257,34 @@ class StallWatch(Watch):
         if not uuids:
             return False
         gpus = read_inventory().gpus
-        close_session()  # an open one blocks a reset of any GPU
+        close_session()  # An open session blocks a reset of any GPU.
         ours = {os.getpid()} | {process.pid for process in list_children(recursive=True)}
-        return any(
-            (gpu.utilization_percent or 0) >= _GPU_PERCENT and not is_shared(gpu, ours)
-            for gpu in gpus
-            if gpu.uuid in uuids
-        )
+        for gpu in gpus:
+            is_busy = (gpu.utilization_percent or 0) >= _GPU_PERCENT
+            if gpu.uuid in uuids and is_busy and not is_shared(gpu, ours):
+                return True
+        return False
 
-    def _warn(self, hang: Standstill) -> None:
-        if hang.share < WARNING_SHARE:
+    def _warn(self, measured: Standstill) -> None:
+        """Warn once at half of the limit, and log when the attempt continues."""
+        if measured.share < WARNING_SHARE:
             if self._has_warned:
                 log.info("the attempt continues")
             self._has_warned = False
-        elif hang.share < 1 and not (self._has_warned or self._is_suspended):
+        elif measured.share < 1 and not (self._has_warned or self._is_suspended):
             self._has_warned = True
             log.warning(
-                "%s: after %s (stall_timeout_minutes) the attempt is ended, and another one "
+                "%s: after %s (stall_timeout_minutes) the attempt is ended, and another attempt "
                 "resumes from its last checkpoint",
-                hang.what,
-                duration(hang.limit_seconds),
+                measured.what,
+                duration(measured.limit_seconds),
             )
-            self._on_event(StallWarning(round(hang.seconds, 1), round(hang.limit_seconds, 1)))
+            seconds = round(measured.seconds, 1)
+            self._send(StallWarning(seconds, round(measured.limit_seconds, 1)))
 
 
 def bytes_moved_by(process: psutil.Process) -> int:
-    """Return the bytes that a process has read and written, or 0 if the kernel does not count."""
+    """Return the bytes that a process has read and written, 0 if the kernel does not count them."""
     with contextlib.suppress(psutil.Error, AttributeError, RuntimeError, ValueError):
         figures = process.io_counters()
         return figures.read_chars + figures.write_chars
@@ -292,13 +303,13 @@ def _trainers_processes(pids: Sequence[int], request: AttemptRequest) -> list[ps
     return processes
 
 
-# --- the stacks of an attempt that hangs --------------------------------------------------------
+# --- the stacks of an attempt that hangs ---
 
 _MOST_PROCESSES = 64
-_PY_SPY_SECONDS = 3.0
-_ALL_SECONDS = 10.0
-_OWN_STACKS_SECONDS = 1.0
-_OF_A_RANK_SECONDS = 0.3
+_PY_SPY_SECONDS = 3.0  # the time limit of a call of py-spy
+_ALL_SECONDS = 10.0  # the time after which py-spy is no longer called
+_OWN_STACKS_SECONDS = 1.0  # the time that faulthandler needs
+_RANK_SECONDS = 0.3  # the pause between two ranks
 _NCCL_DUMP_SECONDS = 5.0
 
 
@@ -306,30 +317,27 @@ def dump_stacks(
     request: AttemptRequest,
     interpreters: Mapping[int, Interpreter],  # the living interpreters, by rank
 ) -> float:
-    """Write the stacks of an attempt's processes.
+    """Write the stacks of an attempt's processes into its file for stacks.
 
     Returns:
-        The seconds that the processes need to write their own.
+        The seconds that the processes need to finish writing their own stacks.
     """
     has_nccl = _request_nccl_dumps(request)
     until = time.monotonic() + _ALL_SECONDS
     pids = [interpreter.pid for interpreter in interpreters.values()]
     by_faulthandler = {} if request.config.traits.is_program else interpreters
-    silent = [
-        process
-        for process in _trainers_processes(pids, request)
-        if not by_faulthandler or process.pid not in pids or _status(process) in _STOPPED
-    ]
+    # Processes that cannot write their own stacks.
+    silent: list[psutil.Process] = []
+    for process in _trainers_processes(pids, request):
+        has_faulthandler = bool(by_faulthandler) and process.pid in pids
+        if not has_faulthandler or _status(process) in _STOPPED:
+            silent.append(process)
     with contextlib.suppress(OSError), request.stacks_file.open("a", 1) as file:
         for process in silent[:_MOST_PROCESSES]:
             with contextlib.suppress(psutil.Error):
-                command = shlex.join(process.cmdline())
-                if not command:
-                    command = process.name()
-                command = shorten(command, 100)
-                print(f"process {process.pid} ({command}, {_status(process)})", file=file)
+                print(_heading_of(process), file=file)
                 if time.monotonic() < until:
-                    file.writelines(f"{line}\n" for line in _threads(process))
+                    file.writelines(f"{line}\n" for line in _threads_by_py_spy(process))
                 print(file=file)
         for rank, interpreter in by_faulthandler.items():
             if request.ranks > 1:
@@ -337,10 +345,18 @@ def dump_stacks(
                 status = _status(psutil.Process(pid))
                 print(f"rank {rank} (process {pid}, {status})", file=file)
             interpreter.signal(DUMP_STACKS)
-            # They write in turn, each below its heading. A stopped process writes nothing.
+            # The ranks write in turn, each below its heading.
             if request.ranks > 1:
-                time.sleep(_OF_A_RANK_SECONDS)
+                time.sleep(_RANK_SECONDS)
     return _NCCL_DUMP_SECONDS if has_nccl else _OWN_STACKS_SECONDS
+
+
+def _heading_of(process: psutil.Process) -> str:
+    """Return a line with a process's number, command and status. `failures.stack` parses it."""
+    command = shlex.join(process.cmdline())
+    if not command:
+        command = process.name()
+    return f"process {process.pid} ({shorten(command, 100)}, {_status(process)})"
 
 
 def _status(process: psutil.Process) -> str:
@@ -349,16 +365,15 @@ def _status(process: psutil.Process) -> str:
     return "gone"
 
 
-def _threads(process: psutil.Process) -> Iterator[str]:
-    """Yield a process's threads in faulthandler's form, or nothing if py-spy finds none."""
-    beside = str(Path(sys.executable).parent)
+def _threads_by_py_spy(process: psutil.Process) -> Iterator[str]:
+    """Yield a process's threads in faulthandler's format, or nothing if py-spy fails."""
     spy = shutil.which("py-spy")
     if spy is None:
-        spy = shutil.which("py-spy", path=beside)
+        spy = shutil.which("py-spy", path=str(Path(sys.executable).parent))
     if spy is None:
         return
     command = [spy, "dump", "--json", "--pid", str(process.pid)]
-    if _status(process) in _STOPPED:  # it cannot be paused
+    if _status(process) in _STOPPED:  # py-spy cannot pause it.
         command.append("--nonblocking")
     try:
         for thread in json.loads(printed_by(command, _PY_SPY_SECONDS) or b"[]"):
@@ -371,42 +386,47 @@ def _threads(process: psutil.Process) -> Iterator[str]:
         return
 
 
-# --- NCCL's flight recorder -----------------------------------------------------------------------
+# --- NCCL's flight recorder ---
 
+# Variables with the start of the names of pipes and files.
 _FILES = (
     "TORCH_NCCL_DEBUG_INFO_PIPE_FILE",
     "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
     "TORCH_FR_DUMP_TEMP_FILE",
 )
-# Recent versions record anyway. Their record has this size.
+_SIZE = "TORCH_NCCL_TRACE_BUFFER_SIZE"
+# The size's name in recent versions, which record without a setting.
 _NEWER_SIZE = "TORCH_FR_BUFFER_SIZE"
-_RECORD = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+_RECORD = {_SIZE: "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 
 
 def nccl_variables(environ: Mapping[str, str], run_dir: Path, attempt: int) -> dict[str, str]:
-    """Return variables with which each rank dumps to ``attempt-<n>.nccl-<rank>`` on request.
+    """Return variables with which each rank writes its record to ``attempt-<n>.nccl-<rank>``, on
+    request and at torch's own time-out.
 
-    torch dumps there at its own time-out as well. Empty if the user has set any of them, or if the
-    disk has no pipes, which would end the ranks.
+    Empty if the user has set any of the files, or if the file system does not support pipes: then
+    torch would end the ranks.
     """
+    if any(name in environ for name in _FILES):
+        return {}
     stem = str(run_dir.absolute() / f"attempt-{attempt}.nccl-")
-    variables = {name: value for name, value in _RECORD.items() if name not in environ}
-    if _NEWER_SIZE in environ:
-        variables.pop("TORCH_NCCL_TRACE_BUFFER_SIZE", None)
-    with contextlib.suppress(OSError):
-        probe = f"{stem}.pipe"
+    probe = f"{stem}.pipe"
+    try:
         os.mkfifo(probe)
         os.unlink(probe)
-        if not any(name in environ for name in _FILES):
-            return variables | dict.fromkeys(_FILES, stem)
-    return {}
+    except OSError:
+        return {}
+    variables = {name: value for name, value in _RECORD.items() if name not in environ}
+    if _NEWER_SIZE in environ:
+        variables.pop(_SIZE, None)
+    return variables | dict.fromkeys(_FILES, stem)
 
 
 def _request_nccl_dumps(request: AttemptRequest) -> bool:
-    """Ask every rank that uses NCCL for its dump, and return whether any rank does."""
+    """Request the record of every rank that uses NCCL, and return whether any rank does."""
     has_requested = False
     for pipe in request.run_dir.glob(f"attempt-{request.attempt}.nccl-*.pipe"):
-        with contextlib.suppress(OSError):  # no one reads it
+        with contextlib.suppress(OSError):  # The rank has ended.
             with open(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK), "wb") as writer:
                 writer.write(b"1")
             has_requested = True
@@ -414,7 +434,7 @@ def _request_nccl_dumps(request: AttemptRequest) -> bool:
 
 
 def remove_nccl_pipes(run_dir: Path) -> None:
-    """Remove the pipes of the attempt that has ended, and of those whose launcher was killed."""
+    """Remove the pipes of the attempt that has ended, and of attempts whose launcher was killed."""
     for pipe in run_dir.glob("attempt-*.nccl-*.pipe"):
         with contextlib.suppress(OSError):
             pipe.unlink()

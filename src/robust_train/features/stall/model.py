@@ -1,4 +1,9 @@
-"""Whether an attempt hangs: a pure rule over the signs of life that :mod:`.launcher` sees."""
+"""Decides whether an attempt hangs, from the signs of life that :mod:`.launcher` sees. Pure.
+
+An attempt hangs if it makes no progress for longer than a limit. The user sets the limit, or it is
+learned: five times the longest pause between two reports of progress so far, and at least ten
+minutes.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +16,9 @@ from robust_train.readable import duration
 SHORTEST_SECONDS = 600.0  # no learned limit is shorter
 STARTUP_SECONDS = 1800.0  # before the first progress, no learned limit is shorter
 _LONGEST_PAUSES = 5.0  # the learned limit, as a multiple of the longest pause so far
-_BUSY_TIMES = 12.0  # the limit of an attempt that computes or prints, as a multiple of that
-WARNING_SHARE = 0.5  # share of the limit after which a line warns
+# The limit of an attempt that computes or prints, as a multiple of the learned limit.
+_BUSY_TIMES = 12.0
+WARNING_SHARE = 0.5  # the share of the limit after which a warning is logged
 
 
 @dataclass(frozen=True)
@@ -38,13 +44,14 @@ class StallKeys(FeatureKeys):
 class Pulse:
     """Signs of life of an attempt, in seconds on a clock that stops while it is suspended.
 
-    A report of progress counts from the first optimizer step on. Output, CPU time, a busy GPU and
-    any event are signs of life as well.
+    Progress is reported from the first optimizer step on. Output, CPU time, a busy GPU and any
+    event are signs of life too.
     """
 
     now: float = 0.0
-    begun: float = 0.0  # the start of training, or of the attempt until that is reported
-    reported: float | None = None  # the last progress, None before the first
+    # The start of training. Until training is reported, the start of the attempt.
+    begun: float = 0.0
+    reported: float | None = None  # the last report of progress, None before the first
     alive: float = 0.0  # the last sign of life
     # The longest pause between two reports, also in the job's earlier attempts.
     longest: float = 0.0
@@ -52,8 +59,8 @@ class Pulse:
     def after_progress(self) -> Pulse:
         """Return the pulse with a report of progress now.
 
-        Up to the first report, a fifth of the time counts as a pause. So the learned limit is at
-        least that time, whether it was an epoch or only the start.
+        Before the first report, a fifth of the time counts as a pause. So the learned limit is at
+        least as long as that time, which may have been a whole epoch or only the start.
         """
         if self.reported is None:
             pause = (self.now - self.begun) / _LONGEST_PAUSES
@@ -64,34 +71,34 @@ class Pulse:
 
 @dataclass(frozen=True)
 class Standstill:
-    """The seconds for which an attempt has made no progress, and their limit."""
+    """The time for which an attempt has made no progress, and its limit, in seconds."""
 
     seconds: float
     limit_seconds: float
-    before_progress: bool  # it has not reported any
+    before_progress: bool  # whether the attempt has not reported any progress yet
 
     @property
     def share(self) -> float:
-        """Share of the limit that is used up: from 1 on the attempt hangs."""
+        """The share of the limit that is used up. From 1 on, the attempt hangs."""
         return self.seconds / self.limit_seconds
 
     @property
     def what(self) -> str:
-        """A description of the missing sign of life, and for how long it has been missing."""
+        """The missing signs of life and the time, for a sentence."""
         if self.before_progress:
             return f"no progress, output, CPU time or GPU use for {duration(self.seconds)}"
         return f"no progress for {duration(self.seconds)}"
 
 
-def standstill(limit_seconds: float | None, pulse: Pulse) -> Standstill | None:
-    """Return for how long an attempt has made no progress, or None without a limit.
+def measure_standstill(limit_seconds: float | None, pulse: Pulse) -> Standstill | None:
+    """Return the time for which an attempt has made no progress, or None if it has no limit.
 
-    Before the first progress only silence counts, since scripts report none and a start may take
-    long. With a learned limit, an attempt that computes or prints has twelve times as long, because
-    an evaluation may be slower than everything before.
+    Before the first progress, only time without any sign of life counts, because scripts report no
+    progress and a start may take long. With a learned limit, an attempt that computes or prints has
+    twelve times as long, because an evaluation may be slower than all steps before.
 
     Args:
-        limit_seconds: the user's limit. 0: never, None: learned from the job's pauses.
+        limit_seconds: the user's limit. 0 means no limit, and None a learned limit.
         pulse: the signs of life so far.
     """
     if limit_seconds == 0:
@@ -109,6 +116,6 @@ def standstill(limit_seconds: float | None, pulse: Pulse) -> Standstill | None:
     return Standstill(quiet, _BUSY_TIMES * learned, False)
 
 
-def worth_keeping(longest: float, longest_so_far: float) -> bool:
-    """Return whether a pause raises the learned limit by enough for a line on the disk."""
-    return longest > max(1.25 * longest_so_far, SHORTEST_SECONDS / _LONGEST_PAUSES)
+def should_record(longest: float, recorded: float) -> bool:
+    """Return whether the longest pause exceeds the recorded pause by enough to record it."""
+    return longest > max(1.25 * recorded, SHORTEST_SECONDS / _LONGEST_PAUSES)

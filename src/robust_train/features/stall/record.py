@@ -14,7 +14,7 @@ from robust_train.readable import duration
 
 @dataclass(frozen=True)
 class StallWarning(Event):
-    """The attempt shows no progress for ``seconds``, half of ``limit_seconds``."""
+    """The attempt has made no progress for ``seconds``, half of ``limit_seconds``."""
 
     name = "no_progress"
     seconds: float
@@ -23,8 +23,8 @@ class StallWarning(Event):
     def notice(self, attempt: int | None) -> Notice:
         """Return a warning."""
         text = (
-            f" shows no progress for {duration(self.seconds)} in attempt {attempt}, which is ended "
-            f"after {duration(self.limit_seconds)}"
+            f" has made no progress for {duration(self.seconds)} in attempt {attempt}, which is "
+            f"ended after {duration(self.limit_seconds)}"
         )
         return Notice("stalled", text)
 
@@ -44,7 +44,8 @@ class Stalled(Event):
 
 @dataclass(frozen=True)
 class StallNote(Note):
-    """The seconds for which an attempt stood still before it was ended. It is in no file."""
+    """The seconds for which an attempt made no progress before it was ended. The note is in no
+    file."""
 
     folds = (Stalled,)
 
@@ -52,4 +53,6 @@ class StallNote(Note):
 
     def after(self, event: Event, attempt: Attempt) -> StallNote:
         """Return the note after the attempt was ended."""
-        return StallNote(event.seconds) if isinstance(event, Stalled) else self
+        if isinstance(event, Stalled):
+            return StallNote(event.seconds)
+        return self

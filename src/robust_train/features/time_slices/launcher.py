@@ -16,7 +16,7 @@ _POLL_SECONDS = 5.0
 
 
 class TimeSlices(InLauncher):
-    """Lets another user's job have the GPUs once the slice is over."""
+    """Gives the GPUs to another user's job once the time slice is over."""
 
     def __init__(self, job: JobView) -> None:
         super().__init__(job)
@@ -26,8 +26,9 @@ class TimeSlices(InLauncher):
     def tick(self, attempt: Attempt | None) -> Pause | None:
         """Pause the attempt if its slice is over and a user with fewer GPUs waits.
 
-        An attempt that saves nothing would start at the same step each time, and a trainer in this
-        process stops only for signals.
+        An attempt without a checkpoint is not paused, because it would start at the same step
+        again. A trainer in the launcher's process is not paused either, because only signals stop
+        it.
         """
         if attempt is None or not attempt.saves or self.job.plan.config.runs_inline:
             return None
@@ -45,7 +46,7 @@ class TimeSlices(InLauncher):
         return Pause(f"the time slice is over, and job {whose}, waits")
 
     def _is_over(self) -> bool:
-        """Return whether the slice is over, and it is time to look for waiting users."""
+        """Return whether the slice is over, and it is time to look for waiting users again."""
         config = self.job.plan.config
         minutes = config.of(TimeSliceKeys).gpu_slice_minutes
         if minutes is None or not config.wait_for_gpu:
@@ -54,7 +55,7 @@ class TimeSlices(InLauncher):
         return time.monotonic() >= max(slice_ends, self._polled_at + _POLL_SECONDS)
 
     def overrule(self, history: History) -> Decision | None:
-        """Queue again after a pause that ended the attempt."""
+        """Queue the job again after a pause ended the attempt."""
         last = history[-1]
         was_paused = last.number == self._paused
         if not was_paused or last.kind is not FailureKind.INTERRUPTED:

@@ -1,4 +1,4 @@
-"""The key of time slices."""
+"""The key ``gpu_slice_minutes``, which the launcher reads."""
 
 from __future__ import annotations
 

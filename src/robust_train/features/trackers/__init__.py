@@ -1,4 +1,4 @@
-"""Experiment trackers continue one run through all attempts of a job."""
+"""Experiment trackers: all attempts of a job log to the same run of the tracker."""
 
 from robust_train.model.feature import Feature
 

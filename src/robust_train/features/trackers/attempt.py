@@ -1,4 +1,4 @@
-"""Notes the MLflow and trackio runs that an attempt logs to, in the process that trains."""
+"""Records the MLflow and trackio runs that an attempt logs to, in the process that trains."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from robust_train.folder.trackers import TrackerNote
 
 
 class TrackersOfAttempt(InAttempt):
-    """Keeps the note up to date, on rank 0."""
+    """Updates the record of tracker runs in the run folder, on rank 0."""
 
     def __init__(self, live: LiveAttempt, config: RobustConfig) -> None:
         super().__init__(live, config)
         self._note = TrackerNote(live.run_dir, live.saving.job if live.is_main else None)
 
     def boundary(self, what: str) -> None:
-        """Look for a new run, when progress is passed on."""
+        """Look for a new tracker run after a report of progress."""
         if what == "reported":
             self._note.poll()

@@ -1,4 +1,4 @@
-"""The environment in which trackers find the run that the job started."""
+"""Exports the variables by which trackers continue the job's run, from the launcher."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from robust_train.model.attempt import Attempt
 
 
 class Trackers(InLauncher):
-    """Passes the ids of the trackers' runs to each attempt."""
+    """Passes the ids of the tracker runs to each attempt."""
 
     def request(self, request: AttemptRequest, attempt: Attempt) -> AttemptRequest:
         """Add the trackers' variables to the request. Only rank 0 gets them."""

@@ -1,4 +1,4 @@
-"""Failures that may not happen again: of networks, disks and killed processes."""
+"""Failures that may not happen again: of networks and disks, kills and rare crashes."""
 
 from robust_train.model.feature import Feature
 
