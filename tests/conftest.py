@@ -113,7 +113,7 @@ def pytest_xdist_auto_num_workers(config):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Distribute tests by file, but for those that share nothing with the others of their file."""
+    """Distribute tests by file, except for tests that share nothing with their file."""
     from xdist.scheduler import LoadFileScheduling
 
     class ByFileOrApart(LoadFileScheduling):

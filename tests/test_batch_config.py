@@ -40,8 +40,8 @@ OF_16 = of_training(batch_size=16, effective_batch_size=64)
 )
 def test_numbers_take_the_place_of_what_was_typed(words, expected):
     config = checked(config_of(words))
-    found = (config.training.batch_size, config.training.gradient_accumulation_steps)
-    assert (config.finds_batch_size, *found) == expected
+    sizes = (config.training.batch_size, config.training.gradient_accumulation_steps)
+    assert (config.finds_batch_size, *sizes) == expected
 
 
 @pytest.mark.parametrize(("words", "line"), recorded())

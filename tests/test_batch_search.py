@@ -21,7 +21,7 @@ same_machines = settings(derandomize=True)
 
 
 def search(sizes, needs, rest, limit):
-    """The search's answer on a machine where a size needs so many bytes, and its probes."""
+    """The answer and the probes of the search; ``needs`` has the bytes for each size."""
     probes = []
     limits = Limits(rest, limit)
     while True:

@@ -74,9 +74,9 @@ def run(command, folder, **variables):
     script, *options = shlex.split(command)
     if "build_nvml" in (BENCHMARKS / script).read_text() and shutil.which("cc") is None:
         pytest.skip("no C compiler")
-    own = {"env": {**os.environ, **variables}, "cwd": folder, "timeout": 240}
+    surroundings = {"env": {**os.environ, **variables}, "cwd": folder, "timeout": 240}
     program = [sys.executable, BENCHMARKS / script, *options]
-    ended = subprocess.run(program, capture_output=True, text=True, **own)
+    ended = subprocess.run(program, capture_output=True, text=True, **surroundings)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
 

@@ -1,4 +1,4 @@
-"""Private symbols of torch and others: what is relied on is there, and does what it is used for."""
+"""Private symbols of torch and other libraries exist, and do what we use them for."""
 
 import __future__
 
@@ -40,17 +40,17 @@ OVERRIDES = {"supports.py"}  # it overrides methods of a class of OmegaConf
 
 def names_in(path):
     """The private names that a module defines, and those that it reads of other objects."""
-    tree, own, read = ast.parse(path.read_text()), set(), set()
+    tree, defined, read = ast.parse(path.read_text()), set(), set()
     for node in ast.walk(tree):
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
-                own.add(name)
+                defined.add(name)
             case ast.Name(id=name, ctx=ast.Store()):
-                own.add(name)
+                defined.add(name)
             case ast.Constant(value=str(name)) if name.startswith("robust_train."):
                 read.add((node.lineno, name.rpartition(".")[2]))
             case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
-                own.add(name)
+                defined.add(name)
             case ast.Attribute(value=ast.Name(id="self" | "cls" | "aten" | "ops")):
                 pass
             case ast.Attribute(attr=name) | ast.Call(args=[_, ast.Constant(value=str(name)), *_]):
@@ -58,26 +58,28 @@ def names_in(path):
             case ast.ImportFrom(module=str(module), names=names):
                 read |= {(node.lineno, name.name) for name in names}
                 read |= {(node.lineno, part) for part in module.split(".")}
-    return own, {one for one in read if re.match("_[^_]", one[1])}
+    return defined, {symbol for symbol in read if re.match("_[^_]", symbol[1])}
 
 
 def test_private_symbols_are_used_here_alone():
-    found = []
+    uses = []
     for path in (ROOT / "src/robust_train").rglob("*.py"):
-        own, read = names_in(path)
+        defined, read = names_in(path)
         if path.parent.name != "compat" and path.name not in OVERRIDES:
-            found += [(path.name, *one) for one in read if one[1] not in own | DOCUMENTED]
-    assert found == []
+            uses += [
+                (path.name, *symbol) for symbol in read if symbol[1] not in defined | DOCUMENTED
+            ]
+    assert uses == []
 
 
 def test_tests_use_no_private_names_of_ours():
     ours = set().union(*(names_in(path)[0] for path in (ROOT / "src").rglob("*.py")))
     ours -= {"_registry", "_rank", "_repr_html_"}  # of weakref, torch and notebooks as well
-    found = []
+    uses = []
     for path in {*(ROOT / "tests").rglob("*.py")} - {Path(__file__)}:
-        own, read = names_in(path)
-        found += [(path.name, *one) for one in read if one[1] in ours - own]
-    assert found == []
+        defined, read = names_in(path)
+        uses += [(path.name, *symbol) for symbol in read if symbol[1] in ours - defined]
+    assert uses == []
 
 
 def test_the_base_interpreter_is_outside_the_virtual_environment():
@@ -133,12 +135,12 @@ def test_function_modes_do_not_see_block_results():
             seen.append(function)
             return function(*args, **(kwargs or {}))
 
-    one = torch.ones(1)
+    tensor = torch.ones(1)
     with Sees():
         with compat.without_torch_functions(torch):
-            one.add(1)
+            tensor.add(1)
         assert seen == []
-        one.add(1)
+        tensor.add(1)
     assert len(seen) == 1
 
 
@@ -191,8 +193,8 @@ def one_rank():
 
 
 def test_groups_of_a_process_are_listed(one_rank):
-    own = dist.new_group()
-    assert compat.groups_of_process(dist) == [dist.group.WORLD, own]
+    group = dist.new_group()
+    assert compat.groups_of_process(dist) == [dist.group.WORLD, group]
     assert compat.groups_of_process(SimpleNamespace(distributed_c10d=None)) == []
 
 
@@ -247,13 +249,15 @@ def test_a_missing_private_function_costs_one_feature():
     compat.return_pinned_memory(torch)
 
 
-def test_allocator_settings_go_to_whichever_function_torch_has():
-    older = "_cuda_cudaCachingAllocator_set_allocator_settings"
-    for name in ("_accelerator_setAllocatorSettings", older):
-        seen = []
-        fake = SimpleNamespace(_C=SimpleNamespace(**{name: seen.append}))
-        compat.set_allocator_settings(fake, "expandable_segments:True")
-        assert seen == ["expandable_segments:True"]
+@pytest.mark.parametrize(
+    "name",
+    ["_accelerator_setAllocatorSettings", "_cuda_cudaCachingAllocator_set_allocator_settings"],
+)
+def test_allocator_settings_go_to_whichever_function_torch_has(name):
+    seen = []
+    fake = SimpleNamespace(_C=SimpleNamespace(**{name: seen.append}))
+    compat.set_allocator_settings(fake, "expandable_segments:True")
+    assert seen == ["expandable_segments:True"]
 
 
 def test_optimizer_steps_are_watched_until_told_otherwise():
@@ -402,17 +406,17 @@ def test_known_facts_of_torch_and_handlers_hold():
 
 def test_hydra_composes_once_for_command_line_sweeps():
     """If the command line alone says whether to sweep."""
-    own = Hydra.get_mode
+    original = Hydra.get_mode
     with compat.skip_mode_lookup():
         assert Hydra.get_mode(None, "robust", []) is None
-    assert Hydra.get_mode is own
+    assert Hydra.get_mode is original
 
 
 def test_only_a_custom_config_may_demand_sweeps():
     """None of ours does."""
-    own = ["hydra.mode=MULTIRUN", "hydra.searchpath=[/etc]", "--config-dir=/etc", "-cn=other"]
-    given = [*own, "training.lr=1e-3", "--multirun"]
-    assert [one for one in given if may_set_mode([one])] == own
+    demanding = ["hydra.mode=MULTIRUN", "hydra.searchpath=[/etc]", "--config-dir=/etc", "-cn=other"]
+    given = [*demanding, "training.lr=1e-3", "--multirun"]
+    assert [word for word in given if may_set_mode([word])] == demanding
     folder = ROOT / "src/robust_train/configs"
     assert not [file for file in folder.rglob("*.yaml") if "mode:" in file.read_text().split()]
 
@@ -439,15 +443,18 @@ def test_more_overrides_stand_where_the_others_are(given, whole):
 def test_the_history_of_the_allocator_fits_this_torch():
     """It is called with the arguments that this torch has."""
     seen = []
+
+    def noting(function):
+        signature = inspect.signature(function)
+        return lambda *args, **keys: seen.append(signature.bind(*args, **keys))
+
     fake = mock.Mock(**{"_C._cuda_isHistoryEnabled.return_value": True})
     for name in ("_record_memory_history", "_dump_snapshot"):
-        own = inspect.signature(getattr(torch.cuda.memory, name))
-        noted = lambda *args, own=own, **keys: seen.append(own.bind(*args, **keys))  # noqa: E731
-        setattr(fake.cuda.memory, name, noted)
+        setattr(fake.cuda.memory, name, noting(getattr(torch.cuda.memory, name)))
     compat.record_allocator_history(fake, 5)
     compat.dump_allocator_snapshot(fake, "a path")
     compat.end_allocator_history(fake)
-    assert [one.arguments for one in seen] == [
+    assert [call.arguments for call in seen] == [
         {"stacks": "python", "max_entries": 5},
         {"filename": "a path"},
         {"enabled": None},
@@ -492,9 +499,9 @@ def test_the_collectives_of_a_sharded_model_are_seen(one_rank):
 
 def test_every_function_has_a_test_here():
     here = inspect.getsource(sys.modules[__name__])
-    functions = [name for name, one in vars(compat).items() if inspect.isfunction(one)]
-    own = [name for name in functions if getattr(compat, name).__module__ == compat.__name__]
-    assert [name for name in own if name not in here and not name.startswith("_")] == []
+    functions = [name for name, member in vars(compat).items() if inspect.isfunction(member)]
+    ours = [name for name in functions if getattr(compat, name).__module__ == compat.__name__]
+    assert [name for name in ours if name not in here and not name.startswith("_")] == []
 
 
 @pytest.fixture
@@ -656,7 +663,9 @@ def test_trl_logs_passes_by_mode_and_name():
     notes = {"train": {"entropy": [1.0]}, "eval": {}}
     assert compat.figures_of_passes(SimpleNamespace(_metrics=notes)) is notes
     others = (None, {}, {"a": [1.0]}, {"train": {"a": 1.0}})
-    assert [compat.figures_of_passes(SimpleNamespace(_metrics=one)) for one in others] == [{}] * 4
+    assert [compat.figures_of_passes(SimpleNamespace(_metrics=metrics)) for metrics in others] == [
+        {}
+    ] * 4
     assert compat.figures_of_passes(object()) == {}
 
 
@@ -665,15 +674,15 @@ def test_private_names_of_transformers_are_there(tmp_path):
 
     class Own(transformers.Trainer):
         def _prepare_inputs(self, inputs):
-            return super()._prepare_inputs([one + 1 for one in inputs])
+            return super()._prepare_inputs([value + 1 for value in inputs])
 
     given = transformers.TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
-    plain, own = (kind(torch.nn.Linear(1, 1), given) for kind in (transformers.Trainer, Own))
+    plain, custom = (kind(torch.nn.Linear(1, 1), given) for kind in (transformers.Trainer, Own))
     assert compat.shifts_labels(plain) is False
     assert "_loss_shifts_labels" in vars(plain)
-    assert compat.prepare_inputs(own, [torch.zeros(1)]) == [torch.ones(1)]
-    found = [compat.has_own_inputs(one, transformers.Trainer) for one in (plain, own)]
-    assert found == [False, True]
+    assert compat.prepare_inputs(custom, [torch.zeros(1)]) == [torch.ones(1)]
+    answers = [compat.has_own_inputs(trainer, transformers.Trainer) for trainer in (plain, custom)]
+    assert answers == [False, True]
     plain.create_optimizer_and_scheduler(1)
     compat.save_trainer(plain)
     assert (tmp_path / "checkpoint-0" / "trainer_state.json").exists()
@@ -685,9 +694,9 @@ def test_private_names_of_transformers_are_there(tmp_path):
     assert (tmp_path / "checkpoint-0" / "trainer_state.json").exists()
     (weight, _), best = plain.model.parameters(), str(tmp_path / "checkpoint-0")
     before = weight.item()
-    for known, expected in ((None, 0), (best, before)):
+    for best_path, expected in ((None, 0), (best, before)):
         weight.data.zero_()
-        plain.state.best_model_checkpoint = known
+        plain.state.best_model_checkpoint = best_path
         compat.load_best(plain)
         assert weight.item() == expected
     owed = {}
@@ -759,10 +768,10 @@ def test_a_running_optuna_trial_can_be_resumed():
     optuna = pytest.importorskip("optuna", reason="the extra [sweep]")
     study = optuna.create_study()
     study.ask()
-    (known,) = study.trials
+    (running,) = study.trials
     space = optuna.distributions.FloatDistribution(0, 1)
-    value = compat.suggest(compat.open_trial(study, known), "x", space)
-    assert compat.suggest(compat.open_trial(study, known), "x", space) == value
+    value = compat.suggest(compat.open_trial(study, running), "x", space)
+    assert compat.suggest(compat.open_trial(study, running), "x", space) == value
     assert list(study.trials[0].params) == ["x"]
 
 

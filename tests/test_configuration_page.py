@@ -107,29 +107,29 @@ def test_groups_refuse_keys_they_do_not_declare(section):
     for option, cls in options.items():
         if option:
             node = group_node(group_of(cls))
-            names = {one.name for one in declared(group_of(cls), f"{group}.")}
-            assert {f"{group}.{key}" for key in node} == names
+            names = {key.name for key in declared(group_of(cls), f"{group}.")}
+            assert {f"{group}.{key}" for key in node} == names, option
             with pytest.raises(Exception, match="no_such_key"):
                 node.no_such_key = 1
 
 
 def test_only_config_rooms_and_trainers_read_keys():
-    own = {"config", "project_template"}
+    config_rooms = {"config", "project_template"}
     trainers = {"vision", "integrations", "attempt/script/command.py"}  # they are given it
-    found = []
+    reads = []
     for path in (ROOT / "src/robust_train").rglob("*.py"):
         name = str(path.relative_to(ROOT / "src/robust_train"))
-        if {name, name.partition("/")[0]} & (own | trainers):
+        if {name, name.partition("/")[0]} & (config_rooms | trainers):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             match node:
                 case ast.Attribute(value=ast.Name(id="cfg") | ast.Attribute(attr="cfg"), attr=key):
-                    found.append((name, key))
+                    reads.append((name, key))
                 case ast.Subscript(value=ast.Name(id="cfg"), slice=ast.Constant(value=key)):
-                    found.append((name, key))
+                    reads.append((name, key))
                 case ast.Call(
                     func=ast.Attribute(attr="select"),
                     args=[ast.Name(id="cfg" | "config"), ast.Constant(value=key), *_],
                 ):
-                    found.append((name, key))
-    assert [one for one in found if not str(one[1]).startswith(("hydra", "copy"))] == []
+                    reads.append((name, key))
+    assert [read for read in reads if not str(read[1]).startswith(("hydra", "copy"))] == []

@@ -71,8 +71,8 @@ def test_every_relative_link_and_anchor_resolves(page):
 
 
 def _blocks(page, language):
-    found = _FENCE.findall(page.read_text())
-    return [textwrap.dedent(code) for kind, code in found if kind == language]
+    fenced = _FENCE.findall(page.read_text())
+    return [textwrap.dedent(code) for kind, code in fenced if kind == language]
 
 
 def _parsed(code):
@@ -86,14 +86,14 @@ def _is_complete(code):
     """Whether a block defines or imports all names that it uses."""
     nodes = list(ast.walk(_parsed(code)))
     names = [node for node in nodes if isinstance(node, ast.Name)]
-    bound = {one.id for one in names if not isinstance(one.ctx, ast.Load)} | {"__name__"}
-    bound |= {one.name for one in nodes if isinstance(one, (ast.FunctionDef, ast.ClassDef))}
-    bound |= {one.arg for one in nodes if isinstance(one, ast.arg)} | set(dir(builtins))
-    for one in nodes:
-        if isinstance(one, (ast.Import, ast.ImportFrom)):
-            bound |= {(alias.asname or alias.name).partition(".")[0] for alias in one.names}
+    bound = {name.id for name in names if not isinstance(name.ctx, ast.Load)} | {"__name__"}
+    bound |= {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    bound |= {node.arg for node in nodes if isinstance(node, ast.arg)} | set(dir(builtins))
+    for statement in nodes:
+        if isinstance(statement, (ast.Import, ast.ImportFrom)):
+            bound |= {(alias.asname or alias.name).partition(".")[0] for alias in statement.names}
     is_used = any(isinstance(node, (ast.Call, ast.Expr)) for node in _parsed(code).body[1:])
-    return is_used and all(one.id in bound for one in names)
+    return is_used and all(name.id in bound for name in names)
 
 
 COMPLETE = [
@@ -120,7 +120,9 @@ def test_complete_examples_run(code, world):
 
 def test_the_recipe_reads_a_sweep_into_pandas(tmp_path):
     pytest.importorskip("pandas", reason="not installed: the recipe of docs/sweeps.md")
-    (code,) = [one for one in _blocks(ROOT / "docs" / "sweeps.md", "python") if "pandas" in one]
+    (code,) = [
+        block for block in _blocks(ROOT / "docs" / "sweeps.md", "python") if "pandas" in block
+    ]
     folder = tmp_path / "multirun" / "lr"
     attempt = Attempt(1, AttemptSpec((), 32, 2), end_step=10, seconds=4.0)
     rows = []
@@ -128,9 +130,9 @@ def test_the_recipe_reads_a_sweep_into_pandas(tmp_path):
         path = folder / str(number)
         path.mkdir(parents=True)
         Summary("completed", path, result=result, attempts=(attempt,)).write()
-        own = SweepJob(number, (f"training.lr=0.{number}",), "id")
-        own.write(path)
-        rows.append(build_row(own, path))
+        job = SweepJob(number, (f"training.lr=0.{number}",), "id")
+        job.write(path)
+        rows.append(build_row(job, path))
     rows.append(SweepJob(2, ("training.lr=0.2",), "id", Status.NOT_STARTED))
     SweepTable("id", "gpu_queue", Status.ENDED, 0, 9.0, tuple(rows)).write(folder)
     command = [sys.executable, "-c", code]
@@ -140,7 +142,7 @@ def test_the_recipe_reads_a_sweep_into_pandas(tmp_path):
 
 
 def test_the_examples_are_found():
-    named = {str(one.id).rpartition("-")[0] for one in COMPLETE}
+    named = {str(example.id).rpartition("-")[0] for example in COMPLETE}
     assert named >= {"README.md", "docs/recovery.md", "docs/notebooks.md", "docs/bring-your-own.md"}
 
 
@@ -169,39 +171,46 @@ def test_every_python_block_uses_what_there_is(page):
         for node in nodes:
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "run":
                 assert hasattr(run, node.attr), ast.unparse(node)
-            if not isinstance(node, ast.Call) or any(one.arg is None for one in node.keywords):
+            if not isinstance(node, ast.Call):
+                continue
+            if any(keyword.arg is None for keyword in node.keywords):
                 continue
             called = ours.get(ast.unparse(node.func))
             if ast.unparse(node.func).startswith("run."):
                 called = getattr(run, ast.unparse(node.func).removeprefix("run."))
-            keywords = [str(one.arg) for one in node.keywords]
+            keywords = [str(keyword.arg) for keyword in node.keywords]
             if callable(called):
                 inspect.signature(called).bind(*node.args, **dict.fromkeys(keywords))
             elif isinstance(called, ast.FunctionDef):
-                own = {one.arg for one in (*called.args.args, *called.args.kwonlyargs)}
-                assert {*keywords} <= own
+                declared = (*called.args.args, *called.args.kwonlyargs)
+                parameters = {parameter.arg for parameter in declared}
+                assert {*keywords} <= parameters, ast.unparse(node)
 
 
 def _commands(page):
     """Every command of a page's shell blocks, as words."""
-    found = []
+    commands = []
     for code in _blocks(page, "bash"):
         for line in code.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
             groups = itertools.groupby(words, "&&".__eq__)
-            found += [list(command) for is_between, command in groups if not is_between]
-    return found
+            commands += [list(command) for is_between, command in groups if not is_between]
+    return commands
 
 
 def _compose(config, words):
     """Compose a command's config; of a sweep, its first job's."""
     kept = []
-    for one in OverridesParser.create().parse_overrides([w for w in words if w != "-m"]):
-        if one.is_sweep_override() and not (one.is_choice_sweep() or one.is_range_sweep()):
-            kept.append(f"{one.key_or_group}=1e-3")
-        elif not one.key_or_group.startswith("hydra"):
-            first = next(one.sweep_string_iterator()) if one.is_sweep_override() else None
-            kept.append(one.input_line if first is None else f"{one.key_or_group}={first}")
+    for override in OverridesParser.create().parse_overrides([w for w in words if w != "-m"]):
+        if override.is_sweep_override() and not (
+            override.is_choice_sweep() or override.is_range_sweep()
+        ):
+            kept.append(f"{override.key_or_group}=1e-3")
+        elif not override.key_or_group.startswith("hydra"):
+            first = next(override.sweep_string_iterator()) if override.is_sweep_override() else None
+            kept.append(
+                override.input_line if first is None else f"{override.key_or_group}={first}"
+            )
     with initialize_config_module("robust_train.configs", version_base="1.3"):
         cfg = compose(config, overrides=kept)
     checked(cfg)
@@ -304,7 +313,8 @@ def test_docstrings_begin_with_a_verb():
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.FunctionDef):
                 continue
-            if any(ast.unparse(one).endswith("property") for one in node.decorator_list):
+            decorators = map(ast.unparse, node.decorator_list)
+            if any(decorator.endswith("property") for decorator in decorators):
                 continue  # its docstring says what it is
             first, *_ = (ast.get_docstring(node) or "Do").split()
             if first.strip(",.:;") in NO_VERB or not first[0].isalpha():
@@ -321,13 +331,13 @@ OTHER_WORDS = re.compile(
 
 def test_there_is_one_word_for_a_thing():
     pages = [*PAGES, *(ROOT / "src").rglob("*.py"), *(ROOT / "src").rglob("*.j2")]
-    found = [
+    lines = [
         f"{page.name}: {line.strip()}"
         for page in pages
         for line in page.read_text().splitlines()
         if OTHER_WORDS.search(line) and ".tell(" not in line
     ]
-    assert found == []
+    assert lines == []
 
 
 def test_the_site_is_built_without_a_warning(tmp_path):

@@ -85,10 +85,10 @@ def test_marked_differences_decide_the_exit_code(h200, monkeypatch, capsys, tmp_
 
 
 def test_gpus_on_which_others_compute_are_left_alone(monkeypatch, capsys):
-    others, own = (gpu_of(n, processes=(GpuProcess(p),)) for n, p in enumerate([9, os.getpid()]))
-    shows(monkeypatch, others, own)
+    others, ours = (gpu_of(n, processes=(GpuProcess(p),)) for n, p in enumerate([9, os.getpid()]))
+    shows(monkeypatch, others, ours)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    assert gpu_check.choose_gpu() is None, "a process of its own is no one else"
+    assert gpu_check.choose_gpu() is None, "its own process does not count as another user's"
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-1"
     shows(monkeypatch, others)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
@@ -240,7 +240,7 @@ def test_a_probe_marks_differences_and_gaps(h200, place, stand_in, probe, seen):
     """A gap is what was not seen."""
     with mock.patch.object(*place, stand_in):
         marks = [check.mark for check in gpu_check.PROBES[probe][0]()]
-    expected = [marks[n] if one is ... else one for n, one in enumerate(seen[: len(marks)])]
+    expected = [marks[n] if mark is ... else mark for n, mark in enumerate(seen[: len(marks)])]
     assert marks[: len(expected)] == expected
 
 
@@ -293,8 +293,8 @@ def test_an_opaque_container_learns_a_contexts_size(h200, monkeypatch, others):
 
     monkeypatch.setattr(gpu_check, "read_inventory", read)
     monkeypatch.setattr(in_use, "read_inventory", read)
-    own, off = gpu_check.probe_context()
-    assert own.seen == "480 MiB"
+    context, off = gpu_check.probe_context()
+    assert context.seen == "480 MiB"
     assert off.passed
     monkeypatch.setattr(in_use, "measure_outside_cache", lambda torch, index: {})
     assert [check.passed for check in gpu_check.probe_context()] == [True, False]
@@ -400,7 +400,7 @@ def test_a_job_crowded_out_waits_for_room(h200, monkeypatch, cuda_machine_with):
     monkeypatch.setattr(gpu_check, "holding", holding)
     monkeypatch.setattr(gpu_check, "start_job", start_job)
     checks = list(gpu_check.probe_crowded())
-    assert [(one.what, one.seen) for one in checks if not one.passed] == []
+    assert [(check.what, check.seen) for check in checks if not check.passed] == []
 
 
 @pytest.mark.parametrize(
@@ -438,7 +438,7 @@ def test_the_checks_trainers_run_on_stand_ins(h200, monkeypatch, tmp_path):
     assert (tmp_path / "ready").exists()
     for how in ("plain", "fused"):
         monkeypatch.setenv("TIMED_HOW", how)
-        assert trainers.is_timed(cfg, run) == float((tmp_path / "timed").read_text())
+        assert trainers.is_timed(cfg, run) == float((tmp_path / "timed").read_text()), how
     assert run.step.call_count == 12, "the plain loop has nothing of ours"
     with mock.patch.object(torch.cuda, "memory_snapshot", return_value=segments):
         h200.fraction = 0.9499999
@@ -459,7 +459,7 @@ def test_a_job_leaves_after_its_time_slice(h200, monkeypatch, cuda_machine_with)
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(gpu_check, "GIB", 0)
     checks = list(gpu_check.probe_slices())
-    assert [(one.what, one.seen) for one in checks if not one.passed] == []
+    assert [(check.what, check.seen) for check in checks if not check.passed] == []
     assert len(checks) == 4
 
 

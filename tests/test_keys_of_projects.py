@@ -79,8 +79,8 @@ def test_of_several_batches_one_line_asks(config, keys):
     key = "robust.training.batch_size"
     with pytest.raises(ConfigError) as refused:
         complete(project(config))
-    asked = f"choose the key that the training uses: '{key}=${{{first}}}'"
-    assert str(refused.value) == f"{key}: the config has {keys}; {asked}"
+    advice = f"choose the key that the training uses: '{key}=${{{first}}}'"
+    assert str(refused.value) == f"{key}: the config has {keys}; {advice}"
 
 
 @pytest.mark.parametrize("name", ["loaders[0].batch_size", "loaders.0.batch_size"])
@@ -91,7 +91,7 @@ def test_an_attempt_has_its_batch_in_a_list(name):
     config = checked(cfg)
     assert config.training.batch_size == 8
     seen = trainer_config(cfg, replace(config, training=replace(config.training, batch_size=4)))
-    assert [one.batch_size for one in seen.loaders] == [4, 8]
+    assert [loader.batch_size for loader in seen.loaders] == [4, 8]
 
 
 @pytest.mark.parametrize(("first", "refers"), [(False, True), (True, True), (False, False)])

@@ -30,7 +30,7 @@ def test_the_wheel_carries_configs_types_and_hydra_plugins(wheel):
         files = (p for p in (ROOT / "src" / "robust_train" / folder).rglob("*") if p.is_file())
         ours = {str(p.relative_to(ROOT / "src")) for p in files if p.suffix != ".pyc"}
         assert ours, folder
-        assert ours <= names
+        assert ours <= names, folder
     assert "robust_train/py.typed" in names
     assert "hydra_plugins/robust_train_searchpath/__init__.py" in names
     assert "hydra_plugins/robust_train_gpu_queue/__init__.py" in names

@@ -57,13 +57,13 @@ def test_any_series_of_failures_ends(data):
     settings, gpus = data.draw(jobs()), data.draw(machines)
     held = tuple(gpu(index + 10, 9) for index in range(data.draw(st.integers(0, 2))))
     spec = first_attempt(settings, gpus[:1])
-    asked = settings.asked
+    requested = settings.asked
     history = ()
     visited = [spec.device_key]
     while True:
         kind = data.draw(st.sampled_from(sorted(FailureKind)))
         evidence = data.draw(evidence_strategy)
-        parts = st.integers(settings.min_batch_size, asked.batch_size)
+        parts = st.integers(settings.min_batch_size, requested.batch_size)
         record = {
             "start_step": data.draw(st.integers(0, 2)),
             "end_step": data.draw(st.none() | st.integers(0, 3)),
@@ -80,7 +80,7 @@ def test_any_series_of_failures_ends(data):
         if isinstance(decision, GiveUp):
             return
         if kind is FailureKind.BUG and evidence.clue == Clue.UNKNOWN:
-            assert any(one.checkpoint for one in history)
+            assert any(attempt.checkpoint for attempt in history)
         else:
             assert kind is not FailureKind.BUG or evidence.clue == Clue.CRASHED
         assert kind is not FailureKind.INTERRUPTED or evidence.clue == Clue.KILLED
@@ -93,9 +93,9 @@ def test_any_series_of_failures_ends(data):
             visited.append(spec.device_key)
         elif is_ill and decision.action != "no_expandable_segments":
             assert spec.device_key != before.device_key
-        assert settings.min_batch_size <= spec.batch_size <= asked.batch_size
-        if asked.effective_batch_size % spec.batch_size == 0:
-            assert spec.effective_batch_size == asked.effective_batch_size
+        assert settings.min_batch_size <= spec.batch_size <= requested.batch_size
+        if requested.effective_batch_size % spec.batch_size == 0:
+            assert spec.effective_batch_size == requested.effective_batch_size
         if FailureContext(settings, history, Offers(gpus)).since_progress[0] is history[-1]:
             visited = visited[-1:]  # the tries are renewed, of devices too
         if spec.device_key != visited[-1]:
@@ -139,7 +139,7 @@ def test_a_projects_messages_use_its_users_keys(data):
         assert attempt.failure.message == said
         prefetch = spec.noted("prefetch_factor", 2)
         assert prefetch == config.training.prefetch_factor, "they have no key for it"
-        assert [found for text in texts for found in keys_at_the_root(text.replace(said, ""))] == []
+        assert [key for text in texts for key in keys_at_the_root(text.replace(said, ""))] == []
 
 
 def test_a_project_learns_to_name_its_batch():
@@ -216,20 +216,20 @@ def test_fewer_gpus_keep_the_effective_batch(batch_size, accumulation, ranks, fe
             place_on_gpus(settings, (), Retry(fewer, "wait", ""), spec.gpus[:left]).spec
             for left in settings.fewer_ranks(count)
         ]
-        for one in again:
-            assert one.effective_batch_size == settings.asked.effective_batch_size
-            assert settings.min_batch_size <= one.batch_size <= batch_size
+        for smaller in again:
+            assert smaller.effective_batch_size == settings.asked.effective_batch_size
+            assert settings.min_batch_size <= smaller.batch_size <= batch_size
     config = replace(settings.config, preserve_effective_batch_size=True)
-    asked = replace(settings.asked, accumulates=False)
-    assert replace(settings, config=config, asked=asked).fewer_ranks(ranks) == ()
+    requested = replace(settings.asked, accumulates=False)
+    assert replace(settings, config=config, asked=requested).fewer_ranks(ranks) == ()
 
 
 @pytest.mark.parametrize(("accumulates", "size"), [(False, 7), (True, 6)])
 def test_fewer_gpus_take_no_batch_that_failed(accumulates, size):
     """A script that is given no accumulation has another effective batch either way."""
     settings = policy(30, num_gpus=2, min_num_gpus=1)
-    asked = replace(settings.asked, accumulates=accumulates)
-    settings = replace(settings, asked=asked)
+    requested = replace(settings.asked, accumulates=accumulates)
+    settings = replace(settings, asked=requested)
     spec = settings.resize(first_attempt(settings, (gpu(0, 40), gpu(1, 40))), 7)
     fewer = place_on_gpus(settings, (), Retry(spec, "fewer_gpus", ""), spec.gpus[:1]).spec
     assert fewer.batch_size == size
@@ -284,16 +284,17 @@ def test_a_script_that_starts_over_is_stopped(name):
 
 def test_the_host_excludes_by_the_same_evidence():
     """It excludes GPUs after a fault."""
-    one, two = gpu(0, 1), gpu(1, 1)
+    first = gpu(0, 1)
+    second = gpu(1, 1)
     hardware = Evidence(clue=Clue.HARDWARE)
     ecc = Failure(FailureKind.DEVICE_FAULT, "uncorrectable ECC error", hardware)
-    assert gpus_to_exclude(ecc, (one,), {"GPU-0"}) == {"GPU-0": "uncorrectable ECC error"}
+    assert gpus_to_exclude(ecc, (first,), {"GPU-0"}) == {"GPU-0": "uncorrectable ECC error"}
     # which of the two is not known
-    assert gpus_to_exclude(ecc, (one, two), {"GPU-0", "GPU-1"}) == {}
+    assert gpus_to_exclude(ecc, (first, second), {"GPU-0", "GPU-1"}) == {}
     address = replace(ecc, evidence=Evidence())
-    assert gpus_to_exclude(address, (one,), {"GPU-0"}) == {}
-    assert set(gpus_to_exclude(address, (one, two), {"GPU-0"})) == {"GPU-1"}
-    assert gpus_to_exclude(replace(ecc, kind=FailureKind.DEVICE_OOM), (one,), ()) == {}
+    assert gpus_to_exclude(address, (first,), {"GPU-0"}) == {}
+    assert set(gpus_to_exclude(address, (first, second), {"GPU-0"})) == {"GPU-1"}
+    assert gpus_to_exclude(replace(ecc, kind=FailureKind.DEVICE_OOM), (first,), ()) == {}
 
 
 # --- how a pattern of `retry.rules` is searched ---
@@ -301,7 +302,7 @@ def test_the_host_excludes_by_the_same_evidence():
 
 def reason_with(output, *messages):
     """The reason of the decision after a bug, with rules to stop at these messages."""
-    settings = policy(rules=tuple(RetryRule("stop", message=one) for one in messages))
+    settings = policy(rules=tuple(RetryRule("stop", message=message) for message in messages))
     spec = first_attempt(settings, (gpu(0, 20),))
     return decided(settings, (failed(spec, FailureKind.BUG, output=output),)).reason
 

@@ -1,4 +1,4 @@
-"""Tests never touch the GPUs of the machine they run on, but for those that ``-m gpu`` selects."""
+"""Tests never touch the GPUs of the machine they run on, unless ``-m gpu`` selects them."""
 
 import os
 import subprocess
@@ -43,8 +43,8 @@ def run(driver, *arguments):
     hidden = ("PYTEST_", "ROBUST_TRAIN_TEST_GPU")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
     program = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    own = {"cwd": ROOT, "env": {**kept, **shown}, "timeout": 120}
-    ended = subprocess.run(program, capture_output=True, text=True, **own)
+    surroundings = {"cwd": ROOT, "env": {**kept, **shown}, "timeout": 120}
+    ended = subprocess.run(program, capture_output=True, text=True, **surroundings)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
 

@@ -209,7 +209,7 @@ def test_memory_is_described_while_still_held(caplog, keeps):
 
 
 class OutOfMemoryWhileMakingState(torch.optim.Adam):
-    """Has made the state of the first parameter when there is no room for the second one's."""
+    """Memory runs out after it has made the state of the first parameter."""
 
     fails = True
 
@@ -263,7 +263,9 @@ class OutOfMemoryAmidAStep(torch.optim.SGD):
 
 
 def optimizer_by_halves(model):
-    return OutOfMemoryInAGroup([{"params": [one]} for one in model.parameters()], lr=0.1)
+    return OutOfMemoryInAGroup(
+        [{"params": [parameter]} for parameter in model.parameters()], lr=0.1
+    )
 
 
 def optimizer_with_momentum(model):
@@ -385,7 +387,7 @@ def step_over(model, x, batch_size):
 
 
 def test_a_failed_trys_gradients_never_count():
-    """Gradients add up over three calls, as in accumulation, and each first try fails half-way."""
+    """Gradients add up over three calls, and the first try of each call fails half-way."""
     model, x = torch.nn.Linear(3, 1), torch.randn(16, 3)
     accumulate = retry_on_oom()(lambda batch_size: step_over(model, x, batch_size))
     step_over(model, x, 4)
@@ -399,7 +401,7 @@ def test_a_failed_trys_gradients_never_count():
 
 @pytest.mark.parametrize("is_by_hand", [False, True])
 def test_a_handler_returns_to_its_own_gradients(is_by_hand):
-    """They are the gradients at the start of its own try."""
+    """They are the gradients at the start of its try."""
     model, x, handler = torch.nn.Linear(3, 1), torch.randn(16, 3), OOMHandler(8, 1)
     for _ in range(2):
         if is_by_hand:

@@ -40,11 +40,11 @@ def names_in(code):
 
 
 def test_source_has_no_idiom_of_the_list():
-    found = []
+    lines_found = []
     for path in sorted(SOURCES.rglob("*.py")):
         for line, name in sorted(idioms_in(ast.parse(path.read_text()))):
-            found.append(f"{path.relative_to(SOURCES.parent)}:{line}: {name}")
-    assert not found, "\n".join(found)
+            lines_found.append(f"{path.relative_to(SOURCES.parent)}:{line}: {name}")
+    assert not lines_found, "\n".join(lines_found)
 
 
 @pytest.mark.parametrize("code", SNIPPETS)

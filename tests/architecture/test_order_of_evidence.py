@@ -222,7 +222,7 @@ def test_noncommuting_pairs_are_named_with_reasons(tmp_path, monkeypatch, prepar
         hooks = Hooks({str(number): feature for number, feature in enumerate(features)})
         return hooks.overrule((first,)), hooks.overrule((first, killed))
 
-    found = pairs_that_do_not_commute("evidence", evidence)
-    found |= pairs_that_do_not_commute("overrule", overrule)
-    found |= pairs_that_do_not_commute("end", end)
-    assert found == named_pairs()
+    pairs = pairs_that_do_not_commute("evidence", evidence)
+    pairs |= pairs_that_do_not_commute("overrule", overrule)
+    pairs |= pairs_that_do_not_commute("end", end)
+    assert pairs == named_pairs()

@@ -46,13 +46,13 @@ def test_a_part_stands_behind_a_field(part):
 
 def test_a_figure_asked_for_by_name_exists():
     """Without this, a figure that was misspelt would be missing in silence."""
-    known = {field.name: field.default for part in parts_like(Part) for field in fields(part)}
+    defaults = {field.name: field.default for part in parts_like(Part) for field in fields(part)}
     sources = [path.read_text() for path in (ROOT / PACKAGE).rglob("*.py")]
     call = re.compile(r"""\.noted\(["'](\w+)["'], (\(\)|[^)]+)\)""")
-    found = [names for text in sources for names in call.findall(text)]
-    assert len(found) == sum(text.count(".noted(") for text in sources)
-    for name, otherwise in found:
-        assert known[name] == ast.literal_eval(otherwise), name
+    calls = [names for text in sources for names in call.findall(text)]
+    assert len(calls) == sum(text.count(".noted(") for text in sources)
+    for name, otherwise in calls:
+        assert defaults[name] == ast.literal_eval(otherwise), name
 
 
 def test_a_part_of_a_deleted_feature_says_nothing():
@@ -68,8 +68,8 @@ def test_what_features_choose_survives_a_file():
 
 
 def test_findings_of_features_survive_a_file():
-    known = {"bad_step": 7, "reads_lr": True, "workers": 2, "has_checkpoint": True}
-    evidence = built(Evidence, clue="killed", **known)
+    findings = {"bad_step": 7, "reads_lr": True, "workers": 2, "has_checkpoint": True}
+    evidence = built(Evidence, clue="killed", **findings)
     failure = Failure(FailureKind.DIVERGED, "m", evidence)
     parsed = parse(json.loads(json.dumps(Failed(failure).as_json())))
     assert parsed.failure == failure
@@ -83,10 +83,10 @@ def test_a_program_reads_what_features_know_like_fields():
         _ = evidence.bad_stop
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_a_choice_goes_back_to_what_was_asked(asked):
-    spec = built(AttemptSpec, (), 8, 1, lr_factor=0.5, gradient_checkpointing=not asked)
+@pytest.mark.parametrize("was_enabled", [False, True])
+def test_a_choice_goes_back_to_what_was_asked(was_enabled):
+    spec = built(AttemptSpec, (), 8, 1, lr_factor=0.5, gradient_checkpointing=not was_enabled)
     back = spec.with_same(
-        "gradient_checkpointing", built(AttemptSpec, (), 8, 1, gradient_checkpointing=asked)
+        "gradient_checkpointing", built(AttemptSpec, (), 8, 1, gradient_checkpointing=was_enabled)
     )
-    assert back == built(AttemptSpec, (), 8, 1, lr_factor=0.5, gradient_checkpointing=asked)
+    assert back == built(AttemptSpec, (), 8, 1, lr_factor=0.5, gradient_checkpointing=was_enabled)

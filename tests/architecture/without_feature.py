@@ -29,10 +29,10 @@ IMPORT_ALL = """
 import importlib, os, pkgutil, robust_train
 assert robust_train.__file__.startswith(os.path.realpath(".")), robust_train.__file__
 left_out = ("robust_train.vision", "robust_train.project_template", "robust_train.configs")
-for found in pkgutil.walk_packages(robust_train.__path__, "robust_train."):
-    if found.name.endswith("__main__") or found.name.startswith(left_out):
+for module in pkgutil.walk_packages(robust_train.__path__, "robust_train."):
+    if module.name.endswith("__main__") or module.name.startswith(left_out):
         continue
-    importlib.import_module(found.name)
+    importlib.import_module(module.name)
 """
 
 OUT_OF_MEMORY = """

@@ -62,8 +62,8 @@ def test_other_names_lead_to_real_commands():
     for name, meant in OTHER_NAMES.items():
         assert name not in COMMANDS
         command, rest = find_command(meant.split())
-        known = {word for option in command.options for word in option.names}
-        assert known.issuperset(rest), meant
+        option_names = {word for option in command.options for word in option.names}
+        assert option_names.issuperset(rest), meant
 
 
 # --- mistakes -------------------------------------------------------------------------------------

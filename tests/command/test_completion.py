@@ -43,8 +43,8 @@ def test_bash_completes_commands_keys_choices_and_jobs(capsys, tmp_path, monkeyp
         "robust-train status 0-a": "0-abcdef ",
         "robust-train stop --n": "--now ",
     }
-    asked = "".join(f"{line}\n" for line in expected)
-    completed = shown_by("bash", "-euc", capsys.readouterr().out + _ASKS, input=asked)
+    typed = "".join(f"{line}\n" for line in expected)
+    completed = shown_by("bash", "-euc", capsys.readouterr().out + _ASKS, input=typed)
     assert dict(zip(expected, completed, strict=True)) == expected
 
 
@@ -66,15 +66,15 @@ def test_python_completes_other_scripts_as_before(capsys):
     script = capsys.readouterr().out
     before = "_theirs() { COMPREPLY=(theirs); }; complete -o filenames -F _theirs python3\n"
     before += "__load_completion() { complete -F _theirs python; }\n"
-    *completed, one, two, three = shown_by("bash", "-c", before + script + script + _ASKS_OTHERS)
-    assert completed == 2 * ["theirs", "theirs", "linear_probe "]
-    assert sorted([one, two, three]) == [
+    answers = shown_by("bash", "-c", before + script + script + _ASKS_OTHERS)
+    assert answers[:-3] == 2 * ["theirs", "theirs", "linear_probe "]
+    assert sorted(answers[-3:]) == [
         "complete -F _robust_train_python python",
         "complete -o default -o nospace -F _robust_train robust-train",
         "complete -o filenames -F _robust_train_python3 python3",
     ]
-    found = shown_by("bash", "-c", f"complete -C other python\n{script}complete -p python")
-    assert found == ["complete -C 'other' python"], "not a function, so left alone"
+    registered = shown_by("bash", "-c", f"complete -C other python\n{script}complete -p python")
+    assert registered == ["complete -C 'other' python"], "not a function, so left alone"
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")

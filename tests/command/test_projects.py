@@ -1,4 +1,4 @@
-"""Projects outside our tree: the one that ``robust-train init`` writes, and the example."""
+"""Projects outside our tree: a new project of ``robust-train init``, and the example."""
 
 import json
 import runpy
@@ -32,8 +32,8 @@ def _summaries(folder):
 
 @pytest.fixture
 def just():
-    found = shutil.which("just", path=str(Path(sys.executable).parent))
-    return found or pytest.skip("just is not installed (pip install rust-just)")
+    program = shutil.which("just", path=str(Path(sys.executable).parent))
+    return program or pytest.skip("just is not installed (pip install rust-just)")
 
 
 @pytest.fixture
@@ -156,7 +156,7 @@ def test_mistakes_in_a_project_take_one_line(world, own_project):
 
 @pytest.fixture
 def foreign(world):
-    """A Hydra project that knows nothing of us, but for the decorator of its ``main``."""
+    """A Hydra project that uses robust-train only in the decorator of its ``main``."""
     folder = world.folder / "foreign"
     files = {
         "main.py": """
@@ -223,7 +223,9 @@ def test_a_hydra_project_needs_one_edit(world, foreign):
     folder = foreign / "out" / "train"
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["result"] == {"val/acc": 8, "batch": 8, "objective": 8}
-    sizes = [(one["batch_size"], one["effective_batch_size"]) for one in summary["attempts"]]
+    sizes = [
+        (attempt["batch_size"], attempt["effective_batch_size"]) for attempt in summary["attempts"]
+    ]
     assert sizes == [(32, 32), (16, 32), (8, 32)]
     log = (folder / "train.log").read_text()
     assert "attempt 1" in log
@@ -348,12 +350,12 @@ ConfigStore.instance().store(name="mine", node=Config)
 
 @robust_train.hydra_main(version_base=None, config_path=None, config_name="mine")
 def main(cfg):
-    own = OmegaConf.to_object(cfg)
-    assert isinstance(own.optimizer, Optimizer)
+    config = OmegaConf.to_object(cfg)
+    assert isinstance(config.optimizer, Optimizer)
     words = ["optimizer.lr=0.5", "robust.num_gpus=1"]
     assert sys.argv[1:] == words or "-m" in sys.argv, sys.argv  # a sweep's worker has the sweep's
     assert not any("++" in word for word in sys.argv), sys.argv
-    return own.batch_size * own.optimizer.lr
+    return config.batch_size * config.optimizer.lr
 
 if __name__ == "__main__":
     main()
@@ -361,7 +363,7 @@ if __name__ == "__main__":
 
 
 def test_configs_may_be_the_scripts_dataclasses(world):
-    """The attempt imports the script under another name than the one by which they are pickled."""
+    """The attempt imports the script under a name that differs from the name in the pickles."""
     (world.folder / "main.py").write_text(OF_DATACLASSES)
     _run(world, world.folder, "optimizer.lr=0.5", "robust.num_gpus=1")
     assert [summary["result"] for summary in _summaries(world.folder)] == [4]
@@ -598,5 +600,5 @@ def test_our_hydra_configs_have_unique_names():
         if node.provider == "robust_train"
     ]
     of_groups = {"launcher", "sweeper", "sweeper/sampler", "sweeper/pruner"}
-    assert {group for group, _ in ours} == {f"hydra/{one}" for one in of_groups}
+    assert {group for group, _ in ours} == {f"hydra/{group}" for group in of_groups}
     assert [name for _, name in ours if not name.startswith("robust_")] == ["gpu_queue"]

@@ -53,10 +53,10 @@ def test_files_that_belong_together_stay_together(scripts):
     both = '${1:+--netD "$1" --netG "$(echo "$1" | sed s/netD/netG/)"}'
     shell = f"exec {sys.executable} main.py {{batch_size}} {{effective_batch_size}} {both}"
     batch = ("--batch-size", "8", "--gradient-accumulation", "4")
-    own = ("--name", "gan", "--checkpoint", "netD_*.pth", "--resume-argv", "{checkpoint}")
+    options = ("--name", "gan", "--checkpoint", "netD_*.pth", "--resume-argv", "{checkpoint}")
     program = ("sh", "-c", f"{shell} # {{gradient_accumulation_steps}}", "sh")
-    ended = scripts.run(*batch, *own, "--", *program).with_code(0)
-    d, g = (scripts.folder / f"net{one}_1.pth" for one in "DG")
+    ended = scripts.run(*batch, *options, "--", *program).with_code(0)
+    d, g = (scripts.folder / f"net{letter}_1.pth" for letter in "DG")
     assert "sees 8 32\n" in ended.stdout
     assert f"sees 4 32 --netD {d} --netG {g}\n" in ended.stdout
 

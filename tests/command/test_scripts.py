@@ -69,8 +69,10 @@ LINEAR = ("--scale-learning-rate", "linear")
 )
 def test_scripts_without_accumulation_report_their_true_batch(scripts, options, rate, warning):
     """The effective batch of a script that cannot accumulate."""
-    own = ("--batch-size", "32", "--learning-rate", "0.4", *SAVES_NOTHING, *options)
-    ended = run_program(scripts, NO_ACCUMULATION, *own, words=("{batch_size}", "{learning_rate}"))
+    arguments = ("--batch-size", "32", "--learning-rate", "0.4", *SAVES_NOTHING, *options)
+    ended = run_program(
+        scripts, NO_ACCUMULATION, *arguments, words=("{batch_size}", "{learning_rate}")
+    )
     keys = ("batch_size", "gradient_accumulation_steps", "effective_batch_size")
     sizes = [tuple(a[key] for key in keys) for a in ended.attempts]
     assert sizes == [(32, 1, 32), (16, 1, 16)]
@@ -104,8 +106,8 @@ RESUMES = ("--checkpoint", "*.pt", "--resume-argv")
 )
 def test_ignored_checkpoints_show_by_new_writes(scripts, names, is_seen, advice):
     """A script that begins again next to its checkpoint is noticed by what it writes."""
-    own = (*RESUMES, "--resume_from_checkpoint {checkpoint}")
-    ended = run_program(scripts, BEGINS_AGAIN, *own, words=(names,))
+    options = (*RESUMES, "--resume_from_checkpoint {checkpoint}")
+    ended = run_program(scripts, BEGINS_AGAIN, *options, words=(names,))
     seen = "was given model-2.pt, but wrote model-1.pt"
     assert (seen in ended.stdout) == is_seen
     assert ended.stdout.count("trainer.train(resume_from_checkpoint=") == advice
@@ -216,10 +218,10 @@ READS_ANOTHER = ["retry", "earlier_checkpoint", "none"]
 )
 def test_an_unreadable_checkpoint_gives_way_to_older_ones(scripts, code, actions, words):
     """The script cannot read it."""
-    code, own = TELLS + code, ("--resume-argv", "{checkpoint}")
-    ended = run_program(scripts, code, *own, exit_code=int(actions[-1] == "give_up"))
-    assert [one["action"] for one in ended.attempts] == actions
-    assert [one for one in words if one not in ended.output] == []
+    code, options = TELLS + code, ("--resume-argv", "{checkpoint}")
+    ended = run_program(scripts, code, *options, exit_code=int(actions[-1] == "give_up"))
+    assert [attempt["action"] for attempt in ended.attempts] == actions
+    assert [word for word in words if word not in ended.output] == []
 
 
 GOES_ON = """
@@ -315,17 +317,17 @@ def test_the_learning_rate_follows_only_on_request():
 
 def test_scripts_preserving_their_batch_are_not_retried(scripts):
     """They cannot accumulate, and the batch is to be preserved."""
-    own = ("--batch-size", "64", "--keep-effective-batch")
+    options = ("--batch-size", "64", "--keep-effective-batch")
     words = ("{batch_size}", "1")
-    ended = run_program(scripts, NO_ACCUMULATION, *own, words=words, exit_code=1)
+    ended = run_program(scripts, NO_ACCUMULATION, *options, words=words, exit_code=1)
     assert len(ended.attempts) == 1
     assert "would change the effective batch size" in ended.summary["reason"]
 
 
 def test_an_ignored_batch_size_ends_the_retries(scripts):
     """It does not reach the script, and a line says so."""
-    own = ("--batch-size", "64")
-    ended = run_program(scripts, NO_ACCUMULATION, *own, words=("64", "1"), exit_code=1)
+    options = ("--batch-size", "64")
+    ended = run_program(scripts, NO_ACCUMULATION, *options, words=("64", "1"), exit_code=1)
     assert "--batch-size 64 is not in the script's command" in ended.stdout
     (attempt,) = ended.attempts
     assert attempt["batch_size"] is None
@@ -382,14 +384,14 @@ run.result(state["seen"])
 
 def test_scripts_share_all_functions_of_run(scripts):
     """The very next batch, as many checkpoints as are asked for, and its objective on the way."""
-    own = ("retry_pause_seconds=0.1", "training.keep_checkpoints=3", "objective=accuracy")
-    ended = run_program(scripts, COUNTS_BATCHES, *own)
+    overrides = ("retry_pause_seconds=0.1", "training.keep_checkpoints=3", "objective=accuracy")
+    ended = run_program(scripts, COUNTS_BATCHES, *overrides)
     assert len(ended.attempts) == 2
     assert ended.summary["result"] == [0, 1, 2, 3, 4, 5]
     kept = sorted(path.stem for path in (ended.run_dir / "checkpoints").glob("*.pt"))
     assert kept == [f"step-{step:08}" for step in (4, 5, 6)]
     reported = [event for event in ended.journal if event["event"] == "report"]
-    assert [(one["step"], one["value"]) for one in reported] == [(1, 0.25), (6, 0.5)]
+    assert [(report["step"], report["value"]) for report in reported] == [(1, 0.25), (6, 0.5)]
 
 
 ENDS_BADLY = """
@@ -402,8 +404,8 @@ raise ValueError("the weights are not whole\\nSee https://example.org/docs: help
 
 def test_what_a_script_leaves_behind_says_so(scripts):
     """No checkpoint, an error of several lines, an unfinished line, options instead of keys."""
-    own = ("--checkpoint", "ckpt/*.pt", "--resume-argv", "--init_from=resume")
-    ended = run_program(scripts, ENDS_BADLY, *own, exit_code=1)
+    options = ("--checkpoint", "ckpt/*.pt", "--resume-argv", "--init_from=resume")
+    ended = run_program(scripts, ENDS_BADLY, *options, exit_code=1)
     reason = "ended with exit code 1: ValueError: the weights are not whole"
     assert ended.summary["reason"] == reason
     assert [a["outcome"] for a in ended.attempts] == ["bug"]
@@ -435,8 +437,8 @@ while step < 9:
 
 def test_unnamed_failures_are_retried_per_checkpoint(scripts):
     """Each later checkpoint is worth one more try."""
-    own = ("--checkpoint", "ckpt/*.pt", "--resume-argv", "{checkpoint}")
-    ended = run_program(scripts, UNKNOWN, *own, exit_code=1)
+    options = ("--checkpoint", "ckpt/*.pt", "--resume-argv", "{checkpoint}")
+    ended = run_program(scripts, UNKNOWN, *options, exit_code=1)
     resumed = [Path(a["resumed_from"]).name for a in ended.attempts if a["resumed_from"]]
     assert resumed == ["2.pt", "4.pt"]
     why = "neither a known failure nor certainly a bug, so once more"
@@ -473,9 +475,9 @@ def test_steps_of_resumed_attempts_start_where_saved():
     """The attempt before has saved that step."""
     first = Attempt(1, AttemptSpec((), 1, 1)).after(Progress(5, 20))
     assert (first.start_step, first.end_step) == (0, 5)
-    known = Attempt(2, first.spec, resumed_from="five.pt", start_step=5)
-    assert known.after(Progress(10, 20)).start_step == 5
-    assert known.after(Progress(3, 20)).start_step == 2, "it counts otherwise"
+    resumed_at_5 = Attempt(2, first.spec, resumed_from="five.pt", start_step=5)
+    assert resumed_at_5.after(Progress(10, 20)).start_step == 5
+    assert resumed_at_5.after(Progress(3, 20)).start_step == 2, "it counts otherwise"
     unknown = Attempt(2, first.spec, resumed_from="five.pt")
     assert unknown.after(Progress(6, 20)).after(Progress(9, 20)).start_step == 5
     assert unknown.after(TrainingStarted(0)).after(Progress(6, 20)).start_step == 0
@@ -519,8 +521,8 @@ def test_a_shell_script_is_a_full_trainer(scripts):
     assert events["progress"]["metrics"]["loss"] == 0.25
     assert events["progress"]["attempt"] == 1
     assert "deep" in [event.get("event_name") for event in ended.journal]
-    own = events["user"]
-    assert (own["event_name"], own["fields"]["note"]) == ("mine", "kept")
+    user_event = events["user"]
+    assert (user_event["event_name"], user_event["fields"]["note"]) == ("mine", "kept")
     assert [e["event"] for e in ended.journal].count("job_ended") == 1
     assert ended.output.count("not JSON") == 1
 
@@ -593,9 +595,9 @@ def test_torchs_memory_message_halves_the_batch(scripts, gpus, seen, asks, told,
     words = script("within_a_budget.py", "{batch_size}", asks, "{gradient_accumulation_steps}")
     overrides = (f"num_gpus={num_gpus}", "training.batch_size=16")
     ended = scripts.train(words, *overrides).with_code(0)
-    found = [json.loads(line) for line in attempts.read_text().splitlines()]
+    reports = [json.loads(line) for line in attempts.read_text().splitlines()]
     holds_the_reservation = True
-    assert found == [[seen, told, size, holds_the_reservation] for size in (16, 8)]
+    assert reports == [[seen, told, size, holds_the_reservation] for size in (16, 8)]
     assert [a["outcome"] for a in ended.attempts] == ["device_oom", "completed"]
     assert {a["effective_batch_size"] for a in ended.attempts} == {16 * num_gpus}
     assert "CUDA out of memory" in ended.attempts[0]["message"]
@@ -661,9 +663,9 @@ def test_a_scripts_python_is_the_users(world, activated):
     world.environ["VIRTUAL_ENV"] = str(tool if activated else users)
     words = [*("-m", "robust_train.cli.main", "run", f"--run-dir={world.run_dir}", "--")]
     program = ["python", "-c", "import sys; print('prefix', sys.prefix)"]
-    own = {"cwd": world.folder, "env": world.environ}
+    surroundings = {"cwd": world.folder, "env": world.environ}
     python = [str(tool / "bin" / "python"), *words, *program]
-    ended = subprocess.run(python, capture_output=True, text=True, **own)
+    ended = subprocess.run(python, capture_output=True, text=True, **surroundings)
     assert ended.returncode == 0, ended.stderr
     assert f"prefix {tool if activated else users}\n" in ended.stdout
 

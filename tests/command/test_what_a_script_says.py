@@ -132,10 +132,10 @@ def test_a_number_is_written_as_people_write_it(number, text):
 )
 def test_torchrun_chooses_a_free_port_by_default(command, environ, is_set):
     """A given address is used instead."""
-    found = rendezvous_environment(command.split(), environ, 1)
-    assert found == ({"PET_STANDALONE": "1"} if is_set else {})
-    found = rendezvous_environment(["bash", "train.sh"], environ, 2)
-    assert bool(found) == (environ.keys() <= {"MASTER", "PET_NPROC_PER_NODE"})
+    variables = rendezvous_environment(command.split(), environ, 1)
+    assert variables == ({"PET_STANDALONE": "1"} if is_set else {})
+    variables = rendezvous_environment(["bash", "train.sh"], environ, 2)
+    assert bool(variables) == (environ.keys() <= {"MASTER", "PET_NPROC_PER_NODE"})
 
 
 def test_objectives_are_reported_by_named_figures_too(tmp_path):
@@ -272,7 +272,7 @@ def test_a_whole_safetensors_file_has_its_length(tmp_path):
     assert is_whole(path)
     for size in (path.stat().st_size - 1, 12, 4):
         os.truncate(path, size)
-        assert not is_whole(path)
+        assert not is_whole(path), f"cut to {size} bytes"
 
     inner = tmp_path / "checkpoint-5" / "inner"
     inner.mkdir(parents=True)

@@ -68,14 +68,14 @@ class Kind:
         return "-m" in self.arguments
 
 
-def in_ranks(one, how="ranks", *words):
-    """The same job in two ranks, which together learn what one does."""
+def in_ranks(kind, how="ranks", *words):
+    """The same job in two ranks, which together learn what one rank learns."""
     return replace(
-        one,
-        name=f"{one.name} in {how}",
-        arguments=(*one.arguments, *RANKS, *words),
-        batch_size=one.batch_size // 2,
-        like=one.name,
+        kind,
+        name=f"{kind.name} in {how}",
+        arguments=(*kind.arguments, *RANKS, *words),
+        batch_size=kind.batch_size // 2,
+        like=kind.name,
     )
 
 
@@ -100,7 +100,7 @@ KINDS = [
     in_ranks(VISION),
     in_ranks(VISION, "shards", "training.sharding=fsdp"),
     *FRAMEWORKS,
-    *(in_ranks(one) for one in FRAMEWORKS),
+    *(in_ranks(kind) for kind in FRAMEWORKS),
 ]
 
 
@@ -135,14 +135,16 @@ class Day:
         return manifests[-1] if manifests else None
 
     def start(self, *, alone=False):
-        """Start the command and wait until it trains and has saved; there it is held. If it is to
-        be repeated by what it has recorded of itself, it is no fork (``alone``)."""
+        """Start the command, wait until it has saved a checkpoint, and hold it there.
+
+        With ``alone`` the process is not a fork, so that a later launch can repeat its command.
+        """
         self.hold.touch()
         self.world.alone = alone or self.kind.is_sweep
         self.process = self.world.start(*self.words)
         wait_until(self._trains, "the job trains")
         root = psutil.Process(self.process.pid)
-        self.pids = [root.pid, *(one.pid for one in root.children(recursive=True))]
+        self.pids = [root.pid, *(child.pid for child in root.children(recursive=True))]
         self.chain = [int(self.ready_file.read_text())]
         while self.chain[-1] != self.process.pid:
             parent = psutil.Process(self.chain[-1]).parent()
@@ -206,7 +208,7 @@ class Day:
             os.utime(path, (times.st_atime - DAY_SECONDS, times.st_mtime - DAY_SECONDS))
 
     def journal(self, event):
-        return [one for one in self.events() if one["event"] == event]
+        return [line for line in self.events() if line["event"] == event]
 
     def events(self):
         for line in (self.run_dir / "journal.jsonl").open():

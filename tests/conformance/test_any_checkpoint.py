@@ -46,6 +46,6 @@ def test_any_step_resumes_with_equal_samples_and_weights(tmp_path, monkeypatch, 
         rest, run = trained(tmp_path / f"from-{step}", kind, 2, saved[step], **options)
         epochs, more = divmod(step, steps)
         assert rest.seen == whole.seen[epochs * per_epoch + more * 8 :], step
-        started = [one["step"] for one in run.of("training_started")]
+        started = [event["step"] for event in run.of("training_started")]
         assert started in ([step], [] if step == last else None)
         torch.testing.assert_close(rest.layer.weight, whole.layer.weight)

@@ -160,15 +160,15 @@ def has_one_story(day):
 
 def has_the_weights(day, expected, *, is_exact):
     """Those of a job that nothing happened to; other sizes and ranks differ by rounding."""
-    found = json.loads(day.weights_file.read_text())
+    weights = json.loads(day.weights_file.read_text())
     summary = json.loads((day.run_dir / "summary.json").read_text())
     if summary["attempts"][-1].get("skips_to"):
-        assert all(map(math.isfinite, found)), "it has passed over data"
+        assert all(map(math.isfinite, weights)), "it has passed over data"
         return
     if is_exact and not day.kind.like:
-        assert found == expected
+        assert weights == expected
         return
-    distance = sum((a - b) ** 2 for a, b in zip(found, expected, strict=True)) ** 0.5
+    distance = sum((a - b) ** 2 for a, b in zip(weights, expected, strict=True)) ** 0.5
     assert distance <= ROUNDING * sum(b**2 for b in expected) ** 0.5
 
 
@@ -181,15 +181,15 @@ def undisturbed(tmp_path_factory):
 
     def weights(kind):
         name = kind.like or kind.name
-        known = folder / f"undisturbed {name}"
-        with FileLock(f"{known}.lock"):
-            if not known.exists():
-                (alone,) = (one for one in KINDS if one.name == name)
+        path = folder / f"undisturbed {name}"
+        with FileLock(f"{path}.lock"):
+            if not path.exists():
+                (alone,) = (other for other in KINDS if other.name == name)
                 day = Day(World(tmp_path_factory.mktemp("undisturbed")), alone)
                 inline = ("isolation=none",) if alone.splits else ()
                 day.world.run(*day.words, *inline, code=0)
-                day.weights_file.rename(known)
-        return json.loads(known.read_text())
+                day.weights_file.rename(path)
+        return json.loads(path.read_text())
 
     return weights
 

@@ -85,7 +85,8 @@ def sigkill(depth):
         os.kill(day.chain[depth], signal.SIGKILL)
         ended = day.end(0 if depth == 0 else None)
         if depth == 0:
-            assert [one["outcome"] for one in ended.attempts] == ["interrupted", "completed"]
+            outcomes = [attempt["outcome"] for attempt in ended.attempts]
+            assert outcomes == ["interrupted", "completed"]
             assert "SIGKILL" in ended.attempts[0]["message"]
 
     return Event(event, ends_alone if depth == 0 else launches_through(depth))
@@ -192,7 +193,7 @@ def second_launcher(day):
 def requested_checkpoint(day):
     answer = day.requests("checkpoint")
     day.end(0)
-    assert any(Path(one["path"]).name in answer for one in day.journal("checkpoint")), answer
+    assert any(Path(saved["path"]).name in answer for saved in day.journal("checkpoint")), answer
 
 
 def requested_half_batch(day):
@@ -201,7 +202,7 @@ def requested_half_batch(day):
     assert splits or "does not use run.backward" in answer
     ended = day.end(0)
     assert len(ended.attempts) == 1
-    changed = [one["after"] for one in day.journal("micro_batch_changed")]
+    changed = [change["after"] for change in day.journal("micro_batch_changed")]
     assert (day.kind.batch_size // 2 in changed) == splits
 
 
@@ -311,24 +312,24 @@ def losses_that_are_not_finite(day):
     first, second = ended.attempts
     assert (first["outcome"], first["action"]) == ("diverged", "before_it_diverged")
     # another rank may not have seen the newest, which rank 0 was writing
-    found = Path(second["resumed_from"]).name if first["ranks"] == 1 else ""
-    assert f"the checkpoint before it is {found}" in first["reason"]
+    previous = Path(second["resumed_from"]).name if first["ranks"] == 1 else ""
+    assert f"the checkpoint before it is {previous}" in first["reason"]
     assert second["start_step"] <= first["failure"]["evidence"]["good_step"]
 
 
 def hang(day):
-    """Of the last rank: ended without progress, and tried again."""
+    """The last rank hangs: the attempt is ended, and the job tries again."""
     ended = day.meets("a hang")
-    assert [one["outcome"] for one in ended.attempts] == ["comm", "completed"]
+    assert [attempt["outcome"] for attempt in ended.attempts] == ["comm", "completed"]
     assert "stalled: no progress for " in ended.attempts[0]["reason"]
     (stalled,) = day.journal("stalled")
     assert "conformance_trainers.py" in stalled["stacks"]
 
 
 def bug(day):
-    """Of the last rank: the job ends at once, with the trainer's own traceback."""
+    """The last rank has a bug: the job ends at once, with the trainer's traceback."""
     ended = day.meets("a bug", 1)
-    assert [one["outcome"] for one in ended.attempts] == ["bug"]
+    assert [attempt["outcome"] for attempt in ended.attempts] == ["bug"]
     assert "a bug of mine" in ended.attempts[0]["message"]
 
 

@@ -32,8 +32,8 @@ class Attempts:
 
         given = {"device": "cpu", "training": {"batch_size": 8}, "trainer": {}, **keys}
         environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-        own = {"environ": environ, "cwd": str(self.run_dir.parent), **(more or {})}
-        request = attempt_request(self.run_dir, path, given, **own)
+        fields = {"environ": environ, "cwd": str(self.run_dir.parent), **(more or {})}
+        request = attempt_request(self.run_dir, path, given, **fields)
         attempt = Attempt(1, request.spec)
         self.events = []
 

@@ -236,8 +236,8 @@ def test_a_worker_postpones_a_signal_from_elsewhere(work, signum, ending, enviro
 
 
 def _is_pending(pid, signum):
-    found = re.search(r"^ShdPnd:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    return found is not None and bool(int(found[1], 16) >> (signum - 1) & 1)
+    pending = re.search(r"^ShdPnd:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return pending is not None and bool(int(pending[1], 16) >> (signum - 1) & 1)
 
 
 _UNDER_SUBMITIT = """

@@ -70,9 +70,9 @@ def test_all_ranks_see_a_flag_at_one_look(happenings):
             seen[happening].append(look(run))
     shortest = min(map(len, seen))
     assert seen[0][:shortest] == seen[1][:shortest] == seen[2][:shortest]
-    for run, looks in zip(runs, seen, strict=True):
+    for rank, (run, looks) in enumerate(zip(runs, seen, strict=True)):
         stops = [stop for stop, _ in looks]
-        assert stops == sorted(stops), "it stays due"
+        assert stops == sorted(stops), f"it stays due on rank {rank}"
         most = max(map(len, seen))
         stops += [look(run)[0] for _ in range(most + 1 - len(looks))]
-        assert stops[-1] is raised
+        assert stops[-1] is raised, f"rank {rank}"

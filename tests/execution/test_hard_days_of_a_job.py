@@ -10,13 +10,13 @@ import psutil
 import pytest
 
 from trainers import LARGE_BYTES
-from world import is_running, wait_until
+from world import is_running, wait_for_text, wait_until
 
 
 def ready(world):
     """Wait for the trainer; return its process id."""
     path = Path(world.environ["READY_FILE"])
-    return int(wait_until(lambda: path.exists() and path.read_text(), "the trainer runs"))
+    return int(wait_for_text(path, "the trainer runs"))
 
 
 def start(world, trainer):
@@ -28,7 +28,8 @@ def start(world, trainer):
     "signum",
     [
         signal.SIGHUP,
-        *(pytest.param(one, marks=pytest.mark.slow) for one in (signal.SIGUSR1, signal.SIGUSR2)),
+        pytest.param(signal.SIGUSR1, marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR2, marks=pytest.mark.slow),
     ],
 )
 def test_signals_to_all_processes_spare_the_last_checkpoint(world, signum):
@@ -36,8 +37,8 @@ def test_signals_to_all_processes_spare_the_last_checkpoint(world, signum):
     process = start(world, "trainers.saves_when_stopped")
     ready(world)
     launcher = psutil.Process(process.pid)
-    for one in (*reversed(launcher.children(recursive=True)), launcher):
-        one.send_signal(signum)
+    for target in (*reversed(launcher.children(recursive=True)), launcher):
+        target.send_signal(signum)
     ended = world.end(process)
     assert ended.returncode == (129 if signum == signal.SIGHUP else 143), ended.output
     assert ended.summary["status"] == "interrupted"

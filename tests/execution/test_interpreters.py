@@ -19,21 +19,21 @@ from robust_train.launcher.process import has_room_for_standby
 from robust_train.model.events import Prepared
 from robust_train.readable import MIB
 from simulated_nvml import Gpu
-from world import ROOT, is_running, wait_until
+from world import ROOT, is_running, wait_for_text, wait_until
 
 
 @pytest.fixture
 def interpreters():
-    own = Interpreters()
-    yield own
-    own.close()
+    pool = Interpreters()
+    yield pool
+    pool.close()
 
 
 def prepared(interpreters, *modules):
-    one = interpreters.start()
-    one.prepare(request_imports(modules))
-    interpreters.await_prepared([one])
-    return one
+    interpreter = interpreters.start()
+    interpreter.prepare(request_imports(modules))
+    interpreters.await_prepared([interpreter])
+    return interpreter
 
 
 @pytest.mark.parametrize(
@@ -50,8 +50,8 @@ def test_a_failed_import_is_left_to_the_attempt(
     """The interpreter adds no words of its own."""
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "falls_over.py").write_text(code)
-    one = prepared(interpreters, "no_such_module", "falls_over", "json")
-    assert (one.returncode, one.is_usable) == (returncode, returncode is None)
+    interpreter = prepared(interpreters, "no_such_module", "falls_over", "json")
+    assert (interpreter.returncode, interpreter.is_usable) == (returncode, returncode is None)
     interpreters.pump.drain()
     assert interpreters.pump.tail == ""
 
@@ -62,35 +62,35 @@ def test_a_limit_without_marks_is_reported_once(interpreters, caplog):
     for pid in pids:
         resource.prlimit(pid, 10, (5, 5))
     interpreters.mark("1-ffffff")
-    assert [one.message[:17] for one in caplog.records] == ["ulimit -Hx is 5: "]
+    assert [record.message[:17] for record in caplog.records] == ["ulimit -Hx is 5: "]
 
 
 def test_a_changed_environment_makes_an_interpreter_useless(interpreters, monkeypatch):
-    one = prepared(interpreters)
+    interpreter = prepared(interpreters)
     monkeypatch.setenv("ROBUST_TRAIN_RUN_DIR", "/x")
-    assert one.is_usable
+    assert interpreter.is_usable
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert not one.is_usable
+    assert not interpreter.is_usable
 
 
 def test_an_interpreters_end_and_peak_memory_are_known(interpreters):
-    one = prepared(interpreters)
-    one.signal(signal.SIGKILL)
-    wait_until(lambda: interpreters.poll() or not one.is_running, "its end is reported")
-    assert one.returncode == -signal.SIGKILL
-    assert one.max_resident_bytes > 1 << 20
+    interpreter = prepared(interpreters)
+    interpreter.signal(signal.SIGKILL)
+    wait_until(lambda: interpreters.poll() or not interpreter.is_running, "its end is reported")
+    assert interpreter.returncode == -signal.SIGKILL
+    assert interpreter.max_resident_bytes > 1 << 20
 
 
 def test_a_useless_interpreter_ends_in_silence(interpreters):
     """No one has read its answer."""
-    one = interpreters.start()
-    one.prepare(request_imports(()))
-    assert wait_until_readable([one.channel.fileno()], 60.0)
-    one.channel.close()
-    wait_until(lambda: interpreters.poll() or not one.is_running, "its end is reported")
-    interpreters.forget(one)
+    interpreter = interpreters.start()
+    interpreter.prepare(request_imports(()))
+    assert wait_until_readable([interpreter.channel.fileno()], 60.0)
+    interpreter.channel.close()
+    wait_until(lambda: interpreters.poll() or not interpreter.is_running, "its end is reported")
+    interpreters.forget(interpreter)
     interpreters.pump.drain()
-    assert (one.returncode, interpreters.pump.tail) == (0, "")
+    assert (interpreter.returncode, interpreters.pump.tail) == (0, "")
 
 
 def test_a_standby_takes_little_of_the_free_memory():
@@ -112,11 +112,17 @@ def libraries(monkeypatch, cuda_machine_with):
 
 def test_a_standby_that_has_started_cuda_ends(libraries, interpreters):
     """Its context takes memory of a GPU that nobody has reserved for it."""
-    one = interpreters.start()
-    one.prepare(request_imports(["json", "starts_cuda", "csv"], is_standby=True))
-    wait_until(lambda: [interpreters.poll(), one.is_running] == [False, False], "it ends by itself")
-    assert list(one.read()) == []
-    assert (one.returncode, one.is_unfit, one.culprit) == (0, True, "starts_cuda")
+    interpreter = interpreters.start()
+    interpreter.prepare(request_imports(["json", "starts_cuda", "csv"], is_standby=True))
+    wait_until(
+        lambda: [interpreters.poll(), interpreter.is_running] == [False, False], "it ends by itself"
+    )
+    assert list(interpreter.read()) == []
+    assert (interpreter.returncode, interpreter.is_unfit, interpreter.culprit) == (
+        0,
+        True,
+        "starts_cuda",
+    )
 
 
 def test_answers_are_read_despite_unread_words():
@@ -145,10 +151,10 @@ def test_a_standby_may_ask_torch_for_gpus(interpreters, tmp_path, monkeypatch):
     monkeypatch.setenv("ANSWER_FILE", str(answer))
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "asks_torch.py").write_text(ASKS_TORCH)
-    one = interpreters.start()
-    one.prepare(request_imports(["asks_torch"], is_standby=True))
-    interpreters.await_prepared([one])
-    assert one.is_usable
+    interpreter = interpreters.start()
+    interpreter.prepare(request_imports(["asks_torch"], is_standby=True))
+    interpreters.await_prepared([interpreter])
+    assert interpreter.is_usable
     assert answer.read_text() == "True"
 
 
@@ -161,14 +167,14 @@ def _start(world):
     world.environ["PIDS_FILE"] = str(names)
     process = world.start(*WORDS)
     wait_until(lambda: names.exists() and names.read_text().count("\n") == 2, "it trains")
-    found = {name: int(pid) for name, pid in map(str.split, names.read_text().splitlines())}
+    pids = {name: int(pid) for name, pid in map(str.split, names.read_text().splitlines())}
     reaper = 0
-    for one in psutil.Process(process.pid).children():
+    for child in psutil.Process(process.pid).children():
         with contextlib.suppress(psutil.NoSuchProcess):  # one that it asked something
-            if one.name() == "job-reaper":
-                reaper = one.pid
+            if child.name() == "job-reaper":
+                reaper = child.pid
     assert reaper
-    return process, {**found, "launcher": process.pid, "reaper": reaper}
+    return process, {**pids, "launcher": process.pid, "reaper": reaper}
 
 
 def _kill(pids, names):
@@ -207,7 +213,8 @@ def test_a_detached_helper_does_not_outlive_the_job(world, killed):
     "ended_by",
     [
         "stop",
-        *(pytest.param(one, marks=pytest.mark.slow) for one in ("stop by id", "the next launch")),
+        pytest.param("stop by id", marks=pytest.mark.slow),
+        pytest.param("the next launch", marks=pytest.mark.slow),
     ],
 )
 def test_leftovers_keep_their_gpu_until_they_end(world, machine_with, order, ended_by):
@@ -280,7 +287,7 @@ def test_one_foreign_byte_does_not_hang_the_ranks(world):
     world.environ["GO_FILE"] = str(world.folder / "go")
     trainer = "trainer._target_=trainers.meets_after_a_foreign_byte"
     process = world.start(trainer, "num_gpus=2", "auto_device=false", "device=cpu")
-    port = int(wait_until(lambda: port_file.exists() and port_file.read_text(), "the store is up"))
+    port = int(wait_for_text(port_file, "the store is up"))
     with socket.create_connection(("127.0.0.1", port)) as foreign:
         foreign.sendall(b"\x01")
         (world.folder / "go").touch()

@@ -20,9 +20,9 @@ def launch(number):
 
 
 def run(world, code):
-    own = {"cwd": world.folder, "env": world.environ, "timeout": 120}
+    surroundings = {"cwd": world.folder, "env": world.environ, "timeout": 120}
     program = [sys.executable, "-c", _BEGIN + code]
-    done = subprocess.run(program, capture_output=True, text=True, **own)
+    done = subprocess.run(program, capture_output=True, text=True, **surroundings)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()[-1]
 
@@ -48,7 +48,7 @@ from pathlib import Path
 
 def train(cfg):
     Path(f"{cfg.me} trains").touch()
-    while not all(Path(f"{one} trains").exists() for one in (1, 2)): time.sleep(0.05)
+    while not all(Path(f"{other} trains").exists() for other in (1, 2)): time.sleep(0.05)
     return os.environ["CUDA_VISIBLE_DEVICES"]
 
 def on_a_gpu(me):

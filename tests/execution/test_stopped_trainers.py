@@ -78,12 +78,13 @@ def test_a_trainer_reading_both_flags_ends_by_itself(tmp_path):
 @pytest.mark.parametrize("total_steps", [2, 3, None])
 def test_a_stop_after_the_last_step_keeps_results(tmp_path, total_steps):
     def train(run, stop):
+        assert not run.should_stop()
         run.progress(2, total_steps=total_steps)
         stop()
         assert run.should_stop()
         return 0.5
 
-    end = ending_of(lambda run, stop: run.should_stop() or train(run, stop), tmp_path)
+    end = ending_of(train, tmp_path)
     if total_steps == 2:
         assert end.result == 0.5
     else:

@@ -55,12 +55,14 @@ def events_of(trainer, folder, begins=lambda stop: None):
     ],
 )
 def test_a_declaration_counts_more_than_what_is_read(trainer, supports_checkpointing, tmp_path):
-    found = [event for event in events_of(trainer, tmp_path) if isinstance(event, TrainerSupports)]
-    assert bool(found) is supports_checkpointing
+    declarations = [
+        event for event in events_of(trainer, tmp_path) if isinstance(event, TrainerSupports)
+    ]
+    assert bool(declarations) is supports_checkpointing
 
 
 def failure_of(trainer, folder, **more):
-    (ending,) = (one for one in events_of(trainer, folder, **more) if isinstance(one, Failed))
+    (ending,) = (event for event in events_of(trainer, folder, **more) if isinstance(event, Failed))
     return ending.failure
 
 

@@ -170,5 +170,5 @@ def test_later_ranks_show_only_their_marked_warnings(tmp_path):
     begin = f"from robust_train.host.loggers import {name}\n{name}(1)\n"
     for setup in ("logging.config.dictConfig(CONSOLE)", "logging.basicConfig(level='INFO')"):
         ended = run(tmp_path, begin + setup + LINES)
-        assert ended.stderr.count("[rank 1] a warning") == 1
-        assert "line" not in ended.stdout + ended.stderr
+        assert ended.stderr.count("[rank 1] a warning") == 1, setup
+        assert "line" not in ended.stdout + ended.stderr, setup

@@ -9,7 +9,8 @@ from robust_train.host.memory import Workers, find_workers
 
 HOLDS = """
 import multiprocessing, sys, time
-own, each, count, method = *map(int, sys.argv[1:4]), sys.argv[4]
+of_parent, each, count = map(int, sys.argv[1:4])
+method = sys.argv[4]
 
 def work(ready, mib):
     held = bytearray(b"x") * (mib << 20)
@@ -17,7 +18,7 @@ def work(ready, mib):
     time.sleep(60)
 
 if __name__ == "__main__":
-    held = bytearray(b"x") * (own << 20)
+    held = bytearray(b"x") * (of_parent << 20)
     context = multiprocessing.get_context(method)
     ready = context.Semaphore(0)
     for _ in range(count):
@@ -33,27 +34,27 @@ if __name__ == "__main__":
 def started(tmp_path):
     processes = []
     yield processes
-    for one in processes:
-        one.kill()
-        one.wait()
-        one.stdout.close()
+    for process in processes:
+        process.kill()
+        process.wait()
+        process.stdout.close()
 
 
 @pytest.mark.parametrize(
-    ("own", "each", "count", "method", "workers"),
+    ("of_parent", "each", "count", "method", "workers"),
     [
         (1, 60, 2, "fork", Workers(2, hold_most=True)),
         (60, 1, 2, "spawn", Workers(2, hold_most=False)),
-        # a fork's copy of its parent's memory is none of its own
+        # a fork's copy of its parent's memory does not count as the fork's
         (60, 1, 3, "fork", Workers(3, hold_most=False)),
         (1, 1, 0, "fork", Workers()),
     ],
 )
 def test_workers_and_the_memory_they_hold_are_counted(
-    tmp_path, started, own, each, count, method, workers
+    tmp_path, started, of_parent, each, count, method, workers
 ):
     (tmp_path / "holds.py").write_text(HOLDS)
-    program = [sys.executable, "holds.py", str(own), str(each), str(count), method]
+    program = [sys.executable, "holds.py", str(of_parent), str(each), str(count), method]
     # a shell between is no worker, as a script's is none
     command = ["sh", "-c", '"$@"; true', "sh", *program]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)

@@ -118,17 +118,17 @@ def boxed(text, width, title="", frame="│╭╮╰╯─"):
     """A text as rich draws it in a panel."""
     side, left, right, low_left, low_right, rule = frame
     head = f" {title} ".center(width - 2, rule) if title else rule * (width - 2)
-    parts = [one for part in text.splitlines() for one in textwrap.wrap(part, width - 4)]
-    lines = [f"{side} {one:{width - 4}} {side}" for one in parts]
+    parts = [line for part in text.splitlines() for line in textwrap.wrap(part, width - 4)]
+    lines = [f"{side} {part:{width - 4}} {side}" for part in parts]
     box = [f"{left}{head}{right}", *lines, f"{low_left}{rule * (width - 2)}{low_right}"]
     return "\n".join(box) + "\n"
 
 
 def logged_in_columns(text, width):
     """A text as rich's log handler writes it: the place of the call is at the right."""
-    first, *rest = (f"{one:{width}}" for one in textwrap.wrap(text, width))
+    first, *rest = (f"{part:{width}}" for part in textwrap.wrap(text, width))
     lines = [f"[18:54:21] ERROR    {first}  train.py:12"]
-    return "\n".join(lines + [f"{'':20}{one}{'':13}" for one in rest]) + "\n"
+    return "\n".join(lines + [f"{'':20}{part}{'':13}" for part in rest]) + "\n"
 
 
 INDENTED = WORDS.replace(". ", ".\n       ")

@@ -87,17 +87,17 @@ MESSAGES = {
 @pytest.mark.parametrize(("message", "figures"), MESSAGES.values(), ids=MESSAGES)
 def test_reads_the_figures_of_a_message(message, figures):
     """Requested, allocated, reserved but unused, free, total."""
-    found = evidence_of(message)
+    evidence = evidence_of(message)
     assert (
-        found.requested_bytes,
-        found.allocated_bytes,
-        found.reserved_unallocated_bytes,
-        found.free_bytes,
-        found.total_bytes,
+        evidence.requested_bytes,
+        evidence.allocated_bytes,
+        evidence.reserved_unallocated_bytes,
+        evidence.free_bytes,
+        evidence.total_bytes,
     ) == tuple(None if figure is None else int(figure) for figure in figures)
     requested, _, unused, *_ = figures
-    assert found.fragmented is (unused is not None and unused >= requested)
-    assert found.library == ("torch" if message.startswith("CUDA") else found.library)
+    assert evidence.fragmented is (unused is not None and unused >= requested)
+    assert evidence.library == ("torch" if message.startswith("CUDA") else evidence.library)
 
 
 @pytest.mark.parametrize(
@@ -233,10 +233,10 @@ def test_advice_starts_with_what_costs_least(message, order, never):
     """All of it fits the evidence."""
     failure = classify_failure(RuntimeError(message))
     advice = advice_for(failure.kind, failure.evidence)
-    places = [next(n for n, one in enumerate(advice) if words in one) for words in order]
+    places = [next(n for n, sentence in enumerate(advice) if words in sentence) for words in order]
     assert places == sorted(places)
     assert places[:1] in ([], [0])
-    assert not any(never in one for one in advice)
+    assert not any(never in sentence for sentence in advice)
     assert len(set(advice)) == len(advice)
 
 

@@ -39,7 +39,7 @@ def real():
     )
     told = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
     assert len(told) == len(names), run.stderr[-3000:]
-    return {one["name"]: one for one in told}
+    return {answer["name"]: answer for answer in told}
 
 
 @pytest.mark.parametrize(("kind", "name"), REAL)
@@ -164,9 +164,9 @@ def test_memory_errors_in_imports_blame_no_batch():
     outer = '  File "train.py", line 1, in <module>\n'
     exit_failure = classify_exit(1, log[0] + outer + "".join(log[1:]))
 
-    for found in (failure, exit_failure):
-        assert found.kind is FailureKind.HOST_OOM
-        assert found.evidence.clue == Clue.IMPORT
+    for classified in (failure, exit_failure):
+        assert classified.kind is FailureKind.HOST_OOM
+        assert classified.evidence.clue == Clue.IMPORT
     assert classify_failure(caught(lambda: [0] * 10**15)).evidence.clue is None
 
 
@@ -204,8 +204,8 @@ def test_only_network_code_has_network_timeouts():
     def of_a_future():
         concurrent.futures.Future().result(timeout=0.01)
 
-    own = raised_in("/home/me/train.py", TimeoutError("the epoch took too long"))
-    assert classify_failure(own).kind is FailureKind.BUG
+    timeout = raised_in("/home/me/train.py", TimeoutError("the epoch took too long"))
+    assert classify_failure(timeout).kind is FailureKind.BUG
     assert classify_failure(caught(of_a_future)).kind is FailureKind.BUG
     assert classify_failure(caught(of_a_server)).kind is FailureKind.COMM
     bare = type("TimeoutError", (TimeoutError,), {"__module__": "aiohttp.client"})
@@ -218,8 +218,8 @@ def test_errors_in_data_loaders_are_blamed_on_workers():
     descriptors = OSError(24, "Too many open files")
     loader = raised_in("/lib/python3.11/multiprocessing/reduction.py", descriptors)
     assert classify_failure(loader).kind is FailureKind.WORKER_DEATH
-    own = raised_in("/home/me/train.py", OSError(24, "Too many open files"))
-    assert classify_failure(own).kind is FailureKind.BUG
+    too_many_files = raised_in("/home/me/train.py", OSError(24, "Too many open files"))
+    assert classify_failure(too_many_files).kind is FailureKind.BUG
     assert classify_failure(ConnectionResetError(104, "reset by peer")).kind is FailureKind.COMM
     reset = ConnectionResetError(104, "reset by peer")
     handed_over = raised_in("/lib/python3.11/multiprocessing/connection.py", reset)

@@ -67,14 +67,15 @@ def is_wrong(case, failure):
 
 
 def test_a_job_does_what_each_real_message_demands():
-    found = {case: classified(case) for case in CASES}
-    assert [case for case, one in found.items() if is_wrong(case, one)] == []
-    done = Counter(outcome(one.kind.value, one.evidence.clue) for one in found.values())
+    failures = {case: classified(case) for case in CASES}
+    assert [case for case, failure in failures.items() if is_wrong(case, failure)] == []
+    outcomes = (outcome(each.kind.value, each.evidence.clue) for each in failures.values())
+    done = Counter(outcomes)
     assert min(done.values()) >= 20, done
-    unknown = [one for one in found.values() if one.evidence.clue == Clue.UNKNOWN]
+    unknown = [failure for failure in failures.values() if failure.evidence.clue == Clue.UNKNOWN]
     assert len(unknown) >= 100
-    assert [case for case, one in found.items() if case.clue not in ("", one.evidence.clue)] == []
-    assert [case for case, one in found.items() if "\n" in one.message] == []
+    assert [case for case in CASES if case.clue not in ("", failures[case].evidence.clue)] == []
+    assert [case for case, failure in failures.items() if "\n" in failure.message] == []
 
 
 def test_the_table_is_large_and_without_duplicates():
@@ -90,9 +91,9 @@ def wrong_outcomes(cases, at_least=0):
     """Those of these errors, given with their cases, after which a job does something else."""
     assert len(cases) > at_least
     return [
-        f"{case}: {case.kind} became {found.kind.value}, {case.message[:80]}"
+        f"{case}: {case.kind} became {failure.kind.value}, {case.message[:80]}"
         for case, error in cases
-        if is_wrong(case, found := classify_failure(error))
+        if is_wrong(case, failure := classify_failure(error))
     ]
 
 
@@ -136,7 +137,7 @@ def test_the_first_errors_kind_counts():
 
 
 def quotable():
-    """Cases whose message is no traceback by itself, as the last lines of one."""
+    """Cases whose message is not itself a traceback, each as the last line of a traceback."""
     return [
         (case, f"{name}: {case.message}" if case.message else name)
         for case in RAISED
@@ -159,9 +160,9 @@ def test_a_logged_traceback_tells_as_much_as_errors():
     prefixes = itertools.cycle(["", "[rank1]: ", "(TrainWorker pid=77) "])
     for (case, end), prefix in zip(quotable(), prefixes, strict=False):
         lines = f"epoch 1\n{TRACEBACK}{end}".splitlines()
-        found = classify_exit(1, "\n".join(prefix + line for line in lines))
-        if is_wrong(case, found):
-            wrong.append(f"{case}: {case.kind} became {found.kind.value}")
+        failure = classify_exit(1, "\n".join(prefix + line for line in lines))
+        if is_wrong(case, failure):
+            wrong.append(f"{case}: {case.kind} became {failure.kind.value}")
     assert wrong == []
 
 

@@ -225,5 +225,5 @@ def test_a_script_halves_again_after_memory_errors(world):
     (world.folder / "train.py").write_text(SCRIPT_OF_TWO_ERRORS)
     program = (sys.executable, "train.py", "{batch_size}")
     ended = CommandWorld(world).run("--batch-size", "16", "--", *program).with_code(0)
-    outcomes = [one["outcome"] for one in ended.summary["attempts"]]
+    outcomes = [attempt["outcome"] for attempt in ended.summary["attempts"]]
     assert outcomes == ["host_oom", "host_oom", "completed"]

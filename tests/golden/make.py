@@ -39,8 +39,8 @@ def keep(folder, scratch, name):
     for path in sorted(folder.rglob("*")):
         if path.name in KEPT:
             text = path.read_text()
-            for own, neutral in names.items():
-                text = text.replace(own, neutral)
+            for actual, neutral in names.items():
+                text = text.replace(actual, neutral)
             text = re.sub(r'"error": "[\w+/=]+"', '"error": null', text)
             copy = target / path.relative_to(folder)
             copy.parent.mkdir(parents=True, exist_ok=True)

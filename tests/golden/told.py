@@ -37,7 +37,7 @@ def told(story: Story) -> dict[str, Any]:
             for c in story.curves
         ],
         "memory": [m.device for m in story.memory],
-        "advice": [[one.finding, *one.steps, one.overrides] for one in story.advice],
+        "advice": [[advice.finding, *advice.steps, advice.overrides] for advice in story.advice],
         "gaps": list(story.gaps),
         "charts": [_chart(chart) for chart in (*memory_charts(story), *curve_charts(story))],
     }
@@ -49,5 +49,7 @@ def _chart(chart: Chart) -> dict[str, Any]:
         "legend": [text for _, text in chart.legend],
         "lines": [line.name for line in chart.plot.lines],
         "bands": [band.label for band in chart.plot.bands],
-        "lanes": {LANES[kind]: [text for _, text in own] for kind, own in chart.lanes.items()},
+        "lanes": {
+            LANES[kind]: [text for _, text in entries] for kind, entries in chart.lanes.items()
+        },
     }

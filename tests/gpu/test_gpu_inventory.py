@@ -124,7 +124,7 @@ def test_an_unhealthy_gpu_is_skipped_with_its_reason(machine_with):
 
 def test_each_look_sees_whether_gpus_are_healthy(machine_with):
     machine = machine_with(Gpu(), Gpu())
-    found = machine.python(
+    looks = machine.python(
         """
         import json, os
         from robust_train.gpu.inventory import read_inventory
@@ -139,7 +139,7 @@ def test_each_look_sees_whether_gpus_are_healthy(machine_with):
         print(json.dumps([look(""), look(lost), look("")]))
         """
     )
-    assert found == [[[0, 1], []], [[0], [machine.uuid(1)]], [[0, 1], []]]
+    assert looks == [[[0, 1], []], [[0], [machine.uuid(1)]], [[0, 1], []]]
 
 
 def test_a_passing_failure_does_not_cost_a_gpu(machine_with):
@@ -189,7 +189,7 @@ def test_an_integrated_gpu_has_its_hosts_memory(machine_with):
         assert gpu["unified_memory"]
         assert gpu["total_bytes"] == psutil.virtual_memory().total
         assert 0 < gpu["free_bytes"] <= gpu["total_bytes"]
-    assert all("a total of 0" in one["reason"] for one in inventory["skipped"])
+    assert all("a total of 0" in skipped["reason"] for skipped in inventory["skipped"])
 
 
 def test_an_owned_exclusive_gpu_is_unusable(machine_with):
@@ -314,9 +314,9 @@ def test_only_the_hosts_process_ids_have_names(monkeypatch, in_container):
     monkeypatch.setattr(processes, "sees_host_pids", lambda: not in_container)
     listed = (GpuProcess(os.getpid()), GpuProcess(2**30))
     gpu = GpuInfo("GPU-1", "A", 0, "", 10, 5, 5, processes=listed)
-    found = processes.find_holders([gpu])
-    assert list(found) == ([] if in_container else [os.getpid()])
-    assert all(holder.user == getpass.getuser() for holder in found.values())
+    holders = processes.find_holders([gpu])
+    assert list(holders) == ([] if in_container else [os.getpid()])
+    assert all(holder.user == getpass.getuser() for holder in holders.values())
 
 
 def test_cuda_indices_require_two_agreeing_lists(machine_with):
@@ -390,8 +390,8 @@ def test_skipped_and_hidden_gpus_have_a_reason(machine_with):
     assert [gpu["visible"] for gpu in told["gpus"]] == [False, False]
     assert done.stderr == "", "they are hidden on purpose"
     (process,) = told["gpus"][1]["processes"]
-    known = {"pid": 2**30, "used_bytes": 9 * MIB, "computes": True}
-    assert process == {**known, "command": None, "user": None}
+    expected = {"pid": 2**30, "used_bytes": 9 * MIB, "computes": True}
+    assert process == {**expected, "command": None, "user": None}
     (skipped,) = told["skipped"]
     assert (skipped["index"], skipped["uuid"]) == (2, None)
     assert told["driver_version"] == "570.86.15"

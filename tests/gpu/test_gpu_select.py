@@ -34,7 +34,7 @@ def test_the_chosen_gpu_is_beaten_by_none(gpus, min_bytes, data):
     suitable = [g for g in gpus if g.unusable is None and g.free_bytes >= min_bytes]
     ranked = rank(gpus, min_bytes)
     assert set(ranked) == set(suitable)
-    assert [one.free_bytes for one in ranked] == sorted(g.free_bytes for g in suitable)[::-1]
+    assert [gpu.free_bytes for gpu in ranked] == sorted(g.free_bytes for g in suitable)[::-1]
     assert rank(data.draw(st.permutations(gpus)), min_bytes) == ranked
 
 
@@ -63,14 +63,14 @@ import json, logging, os, sys
 logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stderr)
 {before}
 from robust_train import find_best_device
-found = []
+chosen = []
 for mask, need in {cases}:
     os.environ.pop("CUDA_DEVICE_ORDER", None)
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     if mask is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = mask
-    found.append([str(find_best_device(need)), os.environ.get("CUDA_DEVICE_ORDER")])
-print(json.dumps(found))
+    chosen.append([str(find_best_device(need)), os.environ.get("CUDA_DEVICE_ORDER")])
+print(json.dumps(chosen))
 """
 START_CUDA = "import ctypes; cuda = ctypes.CDLL('libcuda.so.1'); cuda.cuInit(0)"
 

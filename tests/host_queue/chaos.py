@@ -88,7 +88,9 @@ def judge(lines):
     return Verdict(
         over_commits=kinds["refuses"],
         crowded=len(crowded),
-        torn=sum(len(set(one["gpus"])) != arrived[n]["count"] for n, one in served.items()),
+        torn=sum(
+            len(set(served_job["gpus"])) != arrived[n]["count"] for n, served_job in served.items()
+        ),
         unserved=len(arrived.keys() - served.keys() - killed),
         errors=kinds["error"],
         leaked_mib=sum(over["left_on_device"].values()),
@@ -153,7 +155,7 @@ def main():
                     os.kill(trainer, signal.SIGKILL)
 
     collecting = threading.Thread(target=collect)
-    victims = [number for number, one in enumerate(plans) if one["kill_after"] is not None]
+    victims = [number for number, plan in enumerate(plans) if plan["kill_after"] is not None]
     killing = [threading.Thread(target=kill, args=(number,)) for number in victims]
     for thread in (collecting, *killing):
         thread.start()
@@ -198,11 +200,11 @@ def _member(number, plan, chaos, log):
 def _train(number, plan, log, queue, request):
     from robust_train.queue.waiting import NoGpu, wait_for_gpus
 
-    found = wait_for_gpus(queue, request)
-    if isinstance(found, NoGpu):
-        _log(log, "error", number, text=found.reason)
+    answer = wait_for_gpus(queue, request)
+    if isinstance(answer, NoGpu):
+        _log(log, "error", number, text=answer.reason)
         return
-    uuids = [gpu.uuid for gpu in found]
+    uuids = [gpu.uuid for gpu in answer]
     _log(log, "served", number, gpus=uuids)
     taken, its_end = os.pipe()
     trainer = os.fork()

@@ -64,16 +64,16 @@ def test_a_second_job_starts_after_the_first(shared):
     waiting = second.start("trainer._target_=trainers.what_it_was_given", NEVER)
     wait_until(lambda: [j["state"] for j in host.jobs()] == ["running", "waiting"], "it waits")
     table = host.command("queue").stdout
-    header, one, two, why = table.splitlines()
+    header, first_row, second_row, why = table.splitlines()
     assert header.split() == ["id", "#", "state", "job", "user", "MiB", "held", "GPU", "for"]
-    assert re.search(r"- +running .* 4000 +- +GPU 0 ", one), one
-    assert " 1  waiting" in two
+    assert re.search(r"- +running .* 4000 +- +GPU 0 ", first_row), first_row
+    assert " 1  waiting" in second_row
     assert max(map(len, table.splitlines())) <= 80
     assert "\x1b" not in table
     taken = "GPU 0: taken, one job per GPU (gpu_jobs_per_device=1)"
-    assert why == f"job {two.split()[0]}: {taken}"
+    assert why == f"job {second_row.split()[0]}: {taken}"
     verbose = host.command("queue", "--verbose").stdout
-    assert f"4000 MiB reserved by job {one.split()[0]}" in verbose
+    assert f"4000 MiB reserved by job {first_row.split()[0]}" in verbose
     (first.folder / "go").touch()
     assert first.end(running).returncode == 0
     ended = second.end(waiting, code=0)
@@ -117,8 +117,8 @@ def test_a_key_moves_or_removes_the_queue(world, shared):
     elsewhere = world.folder / "elsewhere"
     for name, queue in (("first", "false"), ("second", elsewhere)):
         ended = host.world(name).train("what_it_was_given", f"gpu_queue={queue}")
-        assert ended.summary["result"]["visible"] == A
-        assert not host.base.exists()
+        assert ended.summary["result"]["visible"] == A, f"{queue=}"
+        assert not host.base.exists(), f"{queue=}"
         assert elsewhere.exists() is (queue == elsewhere)
     ended = world.train("what_it_was_given")
     assert ended.summary["result"]["device"] == "cpu"
@@ -234,9 +234,9 @@ def test_a_probe_spares_busy_gpus(shared):
     job.update(job.job.on([host.machine.uuid(1)]))
     done = host.command("doctor", "--probe", "--json")
     assert done.returncode == 1, done.stderr
-    found = {one["uuid"]: one for one in json.loads(done.stdout)["probes"]}
-    idle, queued, busy = (found[host.machine.uuid(number)] for number in range(3))
-    assert [one["passed"] for one in (idle, queued, busy)] == [False, True, True]
+    probes = {probe["uuid"]: probe for probe in json.loads(done.stdout)["probes"]}
+    idle, queued, busy = (probes[host.machine.uuid(number)] for number in range(3))
+    assert [probe["passed"] for probe in (idle, queued, busy)] == [False, True, True]
     # torch's own words
     assert idle["result"].startswith("Found no NVIDIA driver on your system")
     assert queued["result"].startswith("not probed: busy: job ")

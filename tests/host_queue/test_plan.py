@@ -62,21 +62,21 @@ def job(ticket, need=4000, user=ADA, **changes):
 
 
 def held(*uuids, claim=4000, taken=None, **changes):
-    known = None if taken is None else taken * MIB
+    taken_bytes = None if taken is None else taken * MIB
     running = QueuedJob(
         id=f"on-{uuids[0]}",
         owner=ADA,
         reserved_bytes=claim * MIB,
         gpus=uuids,
         count=len(uuids),
-        taken_bytes=(known,) * len(uuids),
+        taken_bytes=(taken_bytes,) * len(uuids),
     )
     return replace(running, **changes)
 
 
 def granted(jobs, gpus, now=NOW):
     return {
-        name: "".join(one.uuid[-1] for one in group)
+        name: "".join(device.uuid[-1] for device in group)
         for name, group in Plan(jobs, gpus, now).groups.items()
     }
 
@@ -174,7 +174,7 @@ def test_who_gets_what(jobs, gpus, gets):
 def test_a_running_job_moves_if_none_waits_before():
     """A job that waits in front of it goes first."""
     gpus, me = [gpu(A), gpu(B)], job(5)
-    assert [one.uuid for one in find_open_gpus(me, [job(9, 30000)], gpus, NOW)] == [A, B]
+    assert [device.uuid for device in find_open_gpus(me, [job(9, 30000)], gpus, NOW)] == [A, B]
     assert len(find_open_gpus(me, [job(1, 30000)], gpus, NOW)) == 1
     assert not find_open_gpus(me, [job(1, 30000), held(B)], gpus, NOW)
     assert not find_open_gpus(me, [job(9, user=BOB), held(A, id="x")], [gpu(B)], NOW), (
@@ -229,7 +229,7 @@ def test_unserviceable_jobs_reserve_no_gpu():
 
 
 def tickets(jobs):
-    return [one.ticket for one in queue_order(jobs)]
+    return [queued.ticket for queued in queue_order(jobs)]
 
 
 def test_users_with_fewer_gpus_come_first():
@@ -281,13 +281,12 @@ def test_an_expired_time_slice_frees_reserved_gpus(waiting, leaves):
         waiting,
     ]
     gpus = [gpu(uuid, free=0) for uuid in (A, B, C, D)]
-    left = [
-        one.gpus[0][-1]
-        for one in jobs[:4]
-        if find_job_to_yield_to(one, [other for other in jobs if other is not one], gpus, NOW)
-        is not None
-    ]
-    assert "".join(left) == leaves
+    left = ""
+    for running in jobs[:4]:
+        others = [other for other in jobs if other is not running]
+        if find_job_to_yield_to(running, others, gpus, NOW) is not None:
+            left += running.gpus[0][-1]
+    assert left == leaves
 
 
 def test_no_user_exceeds_the_limit_of_gpus():
@@ -394,28 +393,29 @@ def test_grants_fit_and_leave_no_gpu_idle(drawn, before, machine, limit):
     gpus, running = build(machine), running_jobs(before)
     waiting = [job(n, **about) for n, about in enumerate(drawn)]
     decided = Plan([*running, *waiting], gpus, NOW, limit)
-    assert sorted(one.ticket for one in decided.order) == [one.ticket for one in waiting]
+    tickets_in_order = [queued.ticket for queued in decided.order]
+    assert sorted(tickets_in_order) == [queued.ticket for queued in waiting]
     states, now_running = gpu_states(running, gpus), list(running)
-    for one in decided.order:
-        group = [found.uuid for found in decided.groups.get(one.id, ())]
-        assert len(set(group)) in (0, one.count), "all its GPUs or none"
-        assert all(states[uuid].suits(one) for uuid in group), "each has room when it comes"
+    for queued in decided.order:
+        group = [device.uuid for device in decided.groups.get(queued.id, ())]
+        assert len(set(group)) in (0, queued.count), "all its GPUs or none"
+        assert all(states[uuid].suits(queued) for uuid in group), "each has room when it comes"
         for uuid in group:
-            states[uuid].take(one)
+            states[uuid].take(queued)
         if group:
-            assert has_room(one.on(group), now_running, gpus, limit)
-            now_running.append(one.on(group))
-    places = [one.id for one in decided.order]
-    for one in waiting:
-        if one.id in decided.groups or one.id in decided.capped:
+            assert has_room(queued.on(group), now_running, gpus, limit)
+            now_running.append(queued.on(group))
+    places = [queued.id for queued in decided.order]
+    for queued in waiting:
+        if queued.id in decided.groups or queued.id in decided.capped:
             continue
-        free = [u for u, state in states.items() if u not in decided.kept and state.suits(one)]
-        assert len(free) < one.count, "work conservation, but for GPUs kept for the first"
+        free = [u for u, state in states.items() if u not in decided.kept and state.suits(queued)]
+        assert len(free) < queued.count, "work conservation, except for GPUs kept for the first job"
         assert decided.first
-        assert places.index(decided.first) <= places.index(one.id)
-    for one in waiting:
-        if decided.first and places.index(one.id) > places.index(decided.first):
-            assert not {g.uuid for g in decided.groups.get(one.id, ())} & set(decided.kept)
+        assert places.index(decided.first) <= places.index(queued.id)
+    for queued in waiting:
+        if decided.first and places.index(queued.id) > places.index(decided.first):
+            assert not {g.uuid for g in decided.groups.get(queued.id, ())} & set(decided.kept)
 
 
 @given(wanted, reservations, st.integers(0, 12))
@@ -427,11 +427,11 @@ def test_the_next_user_holds_the_fewest_gpus(drawn, before, rotation):
     order = queue_order([*running, *shuffled])
     assert order == queue_order([*running, *waiting]), "whatever the order of the listing"
     has = {user: len({j.gpus[0] for j in running if j.owner == user}) for user in (ADA, BOB, EVE)}
-    for position, one in enumerate(order):
+    for position, queued in enumerate(order):
         for other in order[position:]:
-            assert other.owner != one.owner or other.order >= one.order
-            assert has[other.owner] >= has[one.owner]
-        has[one.owner] += one.count
+            assert other.owner != queued.owner or other.order >= queued.order
+            assert has[other.owner] >= has[queued.owner]
+        has[queued.owner] += queued.count
 
 
 @given(wanted, machines)
@@ -440,8 +440,8 @@ def test_later_jobs_never_change_earlier_grants(drawn, machine):
     waiting = [job(n, **(about | {"user": ADA})) for n, about in enumerate(drawn)]
     gpus = build(machine)
     all_of_them = Plan(waiting, gpus, NOW).groups
-    for n, one in enumerate(waiting):
-        assert Plan(waiting[: n + 1], gpus, NOW).groups.get(one.id) == all_of_them.get(one.id)
+    for n, queued in enumerate(waiting):
+        assert Plan(waiting[: n + 1], gpus, NOW).groups.get(queued.id) == all_of_them.get(queued.id)
 
 
 @given(machines, st.integers(1, 4))
@@ -468,20 +468,20 @@ def test_no_job_waits_forever(random):
 
     def arrives(*needs, counts=(1,), most=4):
         need, count, per_device = map(random.choice, (needs, counts, range(1, most + 1)))
-        one = job(next(tickets), need, count=count, jobs_per_device=per_device)
-        waiting.append(one)
-        return one.id
+        newcomer = job(next(tickets), need, count=count, jobs_per_device=per_device)
+        waiting.append(newcomer)
+        return newcomer.id
 
     old = {arrives(4000, 24000, 38000, counts=(1, 2, 4), most=3) for _ in range(8)}
     for now in range(400):
         used = {uuid: sum(j.reserved_bytes for j in running if uuid in j.gpus) for uuid in UUIDS}
         gpus = [gpu(uuid, 40000 - used[uuid] // MIB) for uuid in UUIDS[:4]]
-        assert all(one.free_bytes >= 0 for one in gpus), "over-committed"
+        assert all(device.free_bytes >= 0 for device in gpus), "over-committed"
         groups = Plan([*running, *waiting], gpus, NOW + now).groups
-        for one in [one for one in waiting if one.id in groups]:
-            waiting.remove(one)
-            on = one.on([found.uuid for found in groups[one.id]])
-            running.append(replace(on, taken_bytes=(on.reserved_bytes,) * one.count, since=now))
+        for queued in [queued for queued in waiting if queued.id in groups]:
+            waiting.remove(queued)
+            on = queued.on([device.uuid for device in groups[queued.id]])
+            running.append(replace(on, taken_bytes=(on.reserved_bytes,) * queued.count, since=now))
         old -= groups.keys()
         if not old:
             return

@@ -92,15 +92,15 @@ class QueueMachine(RuleBasedStateMachine):
         return Visible(tuple(gpus), inventory=Inventory(tuple(gpus)))
 
     def used(self, uuid):
-        return self.lost[uuid] + sum(one.memory.get(uuid, 0) for one in self.members)
+        return self.lost[uuid] + sum(member.memory.get(uuid, 0) for member in self.members)
 
     def poll_once(self, member):
         if member.polls is None:
             return
-        found = member.polls.poll()
-        if found:
+        granted = member.polls.poll()
+        if granted:
             member.polls = None
-            member.gpus = tuple(gpu.uuid for gpu in found)
+            member.gpus = tuple(gpu.uuid for gpu in granted)
             member.attempt = os.dup(*member.queue.hold)
 
     def those(self, **wanted):
@@ -137,8 +137,8 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule()
     def all_poll(self):
-        for one in list(self.members):
-            self.poll_once(one)
+        for member in list(self.members):
+            self.poll_once(member)
 
     @rule(data=st.data(), reports=st.booleans())
     @where(attempt=True)
@@ -220,21 +220,21 @@ class QueueMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_is_over_committed(self):
         for uuid in UUIDS:
-            here = [one for one in self.members if uuid in one.gpus]
-            assert sum(one.request.min_bytes for one in here) <= TOTAL
-            assert len(here) <= min((one.per_device for one in here), default=0)
-        for one in self.members:
-            assert len(set(one.gpus)) == len(one.gpus) in (0, one.request.count)
+            here = [member for member in self.members if uuid in member.gpus]
+            assert sum(member.request.min_bytes for member in here) <= TOTAL
+            assert len(here) <= min((member.per_device for member in here), default=0)
+        for member in self.members:
+            assert len(set(member.gpus)) == len(member.gpus) in (0, member.request.count)
 
     @invariant()
     def the_registry_shows_who_lives_and_what_they_hold(self):
         # one that has not polled yet has no record
-        lives = {one.queue.job_id: one for one in self.members if one.queue.job_id}
-        found = {job.id: job for job in self.observer.jobs()}
-        assert found.keys() == lives.keys()
-        for job_id, one in lives.items():
-            assert found[job_id].gpus == one.gpus
-            assert found[job_id].count == one.request.count
+        lives = {member.queue.job_id: member for member in self.members if member.queue.job_id}
+        listed = {job.id: job for job in self.observer.jobs()}
+        assert listed.keys() == lives.keys()
+        for job_id, member in lives.items():
+            assert listed[job_id].gpus == member.gpus
+            assert listed[job_id].count == member.request.count
 
     def teardown(self):
         """Whoever waits gets its turn as long as running jobs end; then nothing is left."""
@@ -243,13 +243,14 @@ class QueueMachine(RuleBasedStateMachine):
             seconds_left -= 1
             self.now += 1
             self.lost = dict.fromkeys(UUIDS, 0)
-            for one in [one for one in self.members if one.attempt or not one.polls][:1]:
-                self.end_attempt(one)
-                if one.has_launcher:
-                    one.queue.release()
-                self.members.remove(one)
-            for one in self.members:
-                self.poll_once(one)
+            may_end = [member for member in self.members if member.attempt or not member.polls]
+            for member in may_end[:1]:
+                self.end_attempt(member)
+                if member.has_launcher:
+                    member.queue.release()
+                self.members.remove(member)
+            for member in self.members:
+                self.poll_once(member)
         assert not self.members, "a job was never served"
         assert self.observer.jobs() == []
         assert [*self.observer.path.iterdir()] == []

@@ -57,9 +57,9 @@ def base():
 
 @pytest.fixture
 def registry(base):
-    found = Registry(base)
-    yield found
-    found.close()
+    opened = Registry(base)
+    yield opened
+    opened.close()
 
 
 def enter(registry, name="test"):
@@ -122,7 +122,9 @@ def test_other_users_cannot_change_exclusions(registry):
         (path / f"excluded.GPU-d.{ANOTHER_USER}").write_text("[" * 4000)
 
     with as_another_user(plant):
-        assert [(one.uuid, one.by) for one in registry.exclusions()] == [(A.uuid, "root")]
+        assert [(exclusion.uuid, exclusion.by) for exclusion in registry.exclusions()] == [
+            (A.uuid, "root")
+        ]
 
 
 # --- the directory ---
@@ -153,23 +155,47 @@ def test_key_before_variable_before_the_runtime_directory(tmp_path, monkeypatch)
     assert directory_for(None, {}) == shared / "robust-train"
 
 
+def plant_link(base):
+    base.symlink_to("/tmp")
+
+
+def plant_file(base):
+    base.write_text("x")
+
+
+def plant_link_inside(base):
+    base.mkdir()
+    (base / boot_name()).symlink_to("/tmp")
+
+
+def plant_file_inside(base):
+    base.mkdir()
+    (base / boot_name()).write_text("x")
+
+
+def plant_without_sticky_bit(base):
+    base.mkdir()
+    base.chmod(0o777)
+
+
+def plant_of_a_user(base):
+    base.mkdir(0o755)
+    os.chown(base, 12345, 12345)
+
+
 @pytest.mark.parametrize(
     ("plant", "why"),
     [
-        (lambda base: base.symlink_to("/tmp"), "symbolic link"),
-        (lambda base: base.write_text("x"), "not a directory"),
-        (lambda base: (base.mkdir(), (base / boot_name()).symlink_to("/tmp")), "symbolic link"),
-        (lambda base: (base.mkdir(), (base / boot_name()).write_text("x")), "not a directory"),
-        (lambda base: (base.mkdir(), base.chmod(0o777)), "without a sticky bit"),
-        pytest.param(
-            lambda base: (base.mkdir(0o755), os.chown(base, 12345, 12345)),
-            "belongs to user 12345",
-            marks=needs_root,
-        ),
+        (plant_link, "symbolic link"),
+        (plant_file, "not a directory"),
+        (plant_link_inside, "symbolic link"),
+        (plant_file_inside, "not a directory"),
+        (plant_without_sticky_bit, "without a sticky bit"),
+        pytest.param(plant_of_a_user, "belongs to user 12345", marks=needs_root),
     ],
 )
 def test_a_suspicious_queue_directory_is_refused(tmp_path, plant, why):
-    """What is not a directory of its own."""
+    """The directory must not lead elsewhere or be writable for others."""
     base = tmp_path / "queue"
     plant(base)
     with pytest.raises(QueueError, match=why) as caught:
@@ -225,7 +251,12 @@ def test_a_full_disk_means_no_reservation(base, caplog):
 @needs_root
 def test_a_users_directory_is_named_once(base, capsys, caplog):
     """A user made it; ``doctor`` says how to give it to root."""
-    with as_another_user(lambda: (os.umask(0), Registry(base).close())):
+
+    def make_it():
+        os.umask(0)
+        Registry(base).close()
+
+    with as_another_user(make_it):
         job = queue_of(base)
         assert [wait_for_gpus(job, REQUEST) for _ in range(2)] == [(A,), (A,)]
         assert job.hold, "it is used"
@@ -289,7 +320,9 @@ def test_only_root_limits_gpus_per_user(registry, base, caplog, text, limit, war
     limits.chmod(changes.get("mode", 0o644))
     os.chown(limits, changes.get("owner", 0), 0)
     assert [registry.gpu_limit() for _ in range(2)] == [limit, limit]
-    assert [warning in one.message for one in caplog.records] == [True] * (warning is not None)
+    assert [warning in record.message for record in caplog.records] == [True] * (
+        warning is not None
+    )
 
 
 # --- records ---
@@ -335,8 +368,10 @@ WRONG = {
 
 def test_a_record_with_one_wrong_field_is_none():
     assert read(forged()) == JOB
-    found = {(key, str(one)): read(forged(**{key: one})) for key in WRONG for one in WRONG[key]}
-    assert set(found.values()) == {None}, found
+    answers = {
+        (key, str(value)): read(forged(**{key: value})) for key in WRONG for value in WRONG[key]
+    }
+    assert set(answers.values()) == {None}, answers
 
 
 JSON = st.recursive(
@@ -390,8 +425,8 @@ def test_a_removed_record_returns_with_its_ticket(registry):
     assert [job.ticket for job in registry.jobs()] == [2]
     mine.update(mine.job)
     assert [job.ticket for job in registry.jobs()] == [1, 2]
-    for one in (later, mine):
-        one.release()
+    for entry in (later, mine):
+        entry.release()
     assert list(registry.path.iterdir()) == []
 
 
@@ -491,7 +526,7 @@ def test_another_users_lock_blocks_nothing(base, registry, take):
         job.release()
         fcntl.fcntl(other, fcntl.F_OFD_SETLK, READ_LOCK)  # whoever waited for it gets it now
         late = running_in(base)
-        assert [found.gpus for found in registry.jobs()] == [(A.uuid,)]
+        assert [job.gpus for job in registry.jobs()] == [(A.uuid,)]
         late.release()
         os.close(other)
 

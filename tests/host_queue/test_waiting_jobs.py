@@ -5,6 +5,7 @@ Every interval is 600 s: whoever continues earlier than that was woken by a reco
 """
 
 import contextlib
+import itertools
 import json
 import re
 import signal
@@ -82,7 +83,12 @@ class Job:
     def wait(self, *events):
         """Wait while one thing after the other happens; return the numbers of its GPUs."""
         happens, self.pauses = iter(events), []
-        sleep = lambda seconds: [self.pauses.append(seconds), next(happens)()]  # noqa: E731
+
+        def sleep(seconds):
+            self.pauses.append(seconds)
+            event = next(happens)
+            event()
+
         return [g.index for g in wait_for_gpus(self.queue, self.request, self.said.append, sleep)]
 
     def end(self):
@@ -136,13 +142,20 @@ def test_a_slow_driver_lets_no_one_pass(host, later, capsys, monkeypatch):
     later(UNSEEN_SECONDS + 1)
     assert running.wait() == [0], "it passes"
     assert first.poll() == []
-    slowly = lambda processes: [later(UNSEEN_SECONDS + 1), Job.read(behind, processes)][1]  # noqa: E731
-    running.queue.read_machine = behind.queue.read_machine = slowly
+
+    def read_slowly(processes):
+        later(UNSEEN_SECONDS + 1)
+        return Job.read(behind, processes)
+
+    running.queue.read_machine = read_slowly
+    behind.queue.read_machine = read_slowly
     assert running.queue.find_open_gpus() == (), "first was there before"
     assert first.poll() == []
     running.end()
     assert behind.poll() == []
-    monkeypatch.setattr(machine, "read_inventory", lambda processes: slowly(processes).inventory)
+    monkeypatch.setattr(
+        machine, "read_inventory", lambda processes: read_slowly(processes).inventory
+    )
     first.queue.requeue(first.request, ("GPU-0",))
     assert "a GPU is free for it" in str(host.shown(capsys)[0]["reason"])
 
@@ -152,7 +165,12 @@ def test_slow_reading_still_polls_often_enough(host, later):
     running, slow = (host.with_gpus(1).job() for _ in range(2))
     running.wait()
     others = slow.queue.others
-    slow.queue.others = lambda: [later(1.0), others()][1]
+
+    def read_others_slowly():
+        later(1.0)
+        return others()
+
+    slow.queue.others = read_others_slowly
     assert slow.wait(running.end) == [0]
     assert max(slow.pauses) < UNSEEN_SECONDS / 2
 
@@ -172,13 +190,24 @@ def test_a_job_returns_to_its_queue_position(host):
     assert early.queue.job_id == job_id
 
 
+def let_pass(early, late, *, at_read):
+    """Let ``early`` take its GPU while ``late`` reads the machine for the ``at_read``-th time."""
+    numbers = itertools.count(1)
+
+    def read(processes):
+        if next(numbers) == at_read:
+            early.wait()
+        return late.read(processes)
+
+    late.queue.read_machine = read
+
+
 def test_the_loser_of_a_race_takes_leftovers(host):
     """It does not wait. Two were started at the same moment: each decides before it sees the
     other.
     """
     late, early = (host.with_gpus(2).job(timeout_seconds=0.0) for _ in range(2))
-    reads = iter((late.read, lambda processes: [early.wait(), late.read(processes)][1]))
-    late.queue.read_machine = lambda processes: next(reads, late.read)(processes)
+    let_pass(early, late, at_read=2)
     assert late.wait(lambda: None) == [1]
 
 
@@ -188,8 +217,7 @@ def test_losing_a_race_costs_no_waiting_time(host, later, capsys):
     assert late.poll() == []
     later(100)
     host.with_gpus(1)
-    reads = iter([lambda processes: [early.wait(), late.read(processes)][1]])
-    late.queue.read_machine = lambda processes: next(reads, late.read)(processes)
+    let_pass(early, late, at_read=1)
     assert late.poll() == []
     waiting = [job for job in host.shown(capsys) if job["state"] == "waiting"]
     assert waiting[0]["seconds_in_state"] >= 100
@@ -200,27 +228,27 @@ def test_an_idle_gpu_is_marked_until_it_computes(host, later, capsys):
 
     def idle_seconds():
         job.queue.tick()
-        (one,) = host.shown(capsys)
-        return one["gpus"][0]["idle_seconds"]
+        (row,) = host.shown(capsys)
+        return row["gpus"][0]["idle_seconds"]
 
     job = host.with_gpus(1).job()
     job.wait()
     for busy in (3, None):  # None: it does not report
         host.change(utilization_percent=0)
         for _ in range(6):
-            assert idle_seconds() is None
+            assert idle_seconds() is None, f"it is not idle for an hour yet, {busy=}"
             later(IDLE_SECONDS / 6)
-        assert idle_seconds() == pytest.approx(IDLE_SECONDS, abs=30)
+        assert idle_seconds() == pytest.approx(IDLE_SECONDS, abs=30), f"{busy=}"
         assert main(["queue", "--dir", str(host.base)]) == 0
         assert "1 of its GPUs idle for 1:00:" in capsys.readouterr().out
         host.change(utilization_percent=busy)
         later(IDLE_SECONDS / 6)
-        assert idle_seconds() is None
+        assert idle_seconds() is None, f"it computes or does not report, {busy=}"
     host.change(utilization_percent=0)
     assert job.queue.take((), 0)  # an attempt on the CPU
     later(2 * IDLE_SECONDS)
     job.wait()
-    assert idle_seconds() is None, "it was given back meanwhile"
+    assert idle_seconds() is None, "it was given back in the meantime"
 
 
 @pytest.fixture
@@ -239,8 +267,8 @@ def test_gpus_marks_a_gpu_left_idle(second_gpu):
     machine, _, job = second_gpu
     job.update(replace(job.job, idle_seconds=(4000,)))
     environ = machine.environment()
-    found = json.loads(warm.robust_train("gpus", "--json", environ=environ).stdout)["gpus"]
-    assert [gpu["idle_seconds"] for gpu in found] == [None, 4000]
+    gpus = json.loads(warm.robust_train("gpus", "--json", environ=environ).stdout)["gpus"]
+    assert [gpu["idle_seconds"] for gpu in gpus] == [None, 4000]
     _, first, second = warm.robust_train("gpus", environ=environ).stdout.splitlines()
     assert "idle" not in first
     assert second.endswith("idle for 1:06:40 under its job (robust-train queue)")
@@ -334,8 +362,8 @@ def test_a_hanging_call_is_made_once(caplog):
 def test_a_driver_hanging_from_startup_is_named(machine_with, function):
     machine = machine_with(Gpu())
     machine.hang(function)
-    found = "found = inventory.read_inventory()\nprint(json.dumps([found.answered, found.problem]))"
-    answered, problem = machine.python(IMPATIENT.format(0.5) + "import json\n" + found)
+    reading = "gpus = inventory.read_inventory()\nprint(json.dumps([gpus.answered, gpus.problem]))"
+    answered, problem = machine.python(IMPATIENT.format(0.5) + "import json\n" + reading)
     assert not answered
     assert "dmesg" in problem
 

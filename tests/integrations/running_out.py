@@ -25,9 +25,9 @@ CFG = framework_config(4, 2, checkpoint_every_steps=None, keep_checkpoints=2)
 
 
 def allocate(samples, fits):
-    """Take memory for so many samples where ``fits`` of them fit: a real failure if more do not.
+    """Take memory for ``samples`` samples under a limit that has room for ``fits`` samples.
 
-    The limit is there for this moment alone, so that memory runs out here and nowhere else.
+    The limit holds during this call alone, so that memory really runs out, here and nowhere else.
     """
     with limited_growth(fits * SAMPLE_BYTES + SAMPLE_BYTES // 2):
         torch.empty(samples * SAMPLE_BYTES, dtype=torch.uint8)
@@ -83,17 +83,17 @@ class Fuse(nn.Module):
 class Fitted:
     """What a run of a framework's trainer leaves: its events and the model's weights.
 
-    ``asked`` is the micro-batch of the job's first attempt.
+    ``first_size`` is the micro-batch of the job's first attempt.
     """
 
-    def __init__(self, folder, model, batch_size, asked=None):
+    def __init__(self, folder, model, batch_size, first_size=None):
         self.cfg = OmegaConf.merge(CFG)
         self.cfg.training.batch_size = batch_size
         self.cfg.training.gradient_accumulation_steps = 8 // batch_size
         self.model = model
         self.run = WatchedRun(folder)
-        if asked is not None:
-            live_of(self.run).parts.set_asked(AttemptSpec((), asked, 8 // asked))
+        if first_size is not None:
+            live_of(self.run).parts.set_asked(AttemptSpec((), first_size, 8 // first_size))
         live_of(self.run).parts.split_by(MicroBatchPlan.of(unchecked(self.cfg)))
 
     @property
@@ -108,13 +108,13 @@ class Fitted:
         ]
 
 
-def differ_by_rounding_alone(found, expected):
-    assert (found - expected).norm() <= 1e-5 * expected.norm()
+def differ_by_rounding_alone(actual, expected):
+    assert (actual - expected).norm() <= 1e-5 * expected.norm()
 
 
 def recorded(run, name):
     """The fields of the trainer's own events called ``name``."""
-    return [one["fields"] for one in run.of("user") if one["event_name"] == name]
+    return [event["fields"] for event in run.of("user") if event["event_name"] == name]
 
 
 def ends_the_attempt(fit, caplog):

@@ -34,15 +34,15 @@ def test_sharded_ranks_end_with_one_processs_weights(tmp_path):
     ended = warm.preloaded(program, str(tmp_path), cwd=folder)
     assert ended.returncode == 0, ended.stderr
     seen = json.loads(ended.stdout.splitlines()[-1])
-    (one,) = seen["one"]
+    (single,) = seen["one"]
     for how in ("forward", "backward", "next"):
         for rank in seen[how]:
             assert rank["kind"] == "FSDPSequential"
             assert rank["error"] is None
-            assert rank["weights"] == pytest.approx(one["weights"], abs=1e-5), how
+            assert rank["weights"] == pytest.approx(single["weights"], abs=1e-5), how
             # also of an epoch's last step, in which rank 1 has no samples
             (start,) = rank["started"]
-            assert rank["losses"] == pytest.approx(one["losses"][start:], abs=1e-5), how
+            assert rank["losses"] == pytest.approx(single["losses"][start:], abs=1e-5), how
     for how in ("forward", "backward"):
         assert [rank["changed"] for rank in seen[how]] == [[], [[2, 4, 2]]]
     heard, ran_out = seen["exhausted"]
@@ -52,8 +52,8 @@ def test_sharded_ranks_end_with_one_processs_weights(tmp_path):
     assert "continue with num_gpus=2 or more" in seen["alone"][0]["error"]
 
 
-def _mean_square(found):
-    return found.square().mean()
+def _mean_square(output):
+    return output.square().mean()
 
 
 def _train(folder, cfg, run=None, loss=_mean_square, **options):
@@ -149,14 +149,14 @@ def test_a_prepared_schedule_continues_step_by_step(tmp_path):
         prepared = accelerator.prepare(model, optimizer, loader, schedule)
         model, optimizer, loader, schedule = prepared
         loop = RobustLoop(accelerator, model, loader, cfg=cfg, run=run)
-        found = []
+        learning_rates = []
         for _ in loop.epochs(1):
             for batch in loop.batches():
                 loop.backward(lambda part: model(part[0]).mean(), batch)
                 optimizer.step()
                 schedule.step()
-                found += schedule.get_last_lr()
-        return found
+                learning_rates += schedule.get_last_lr()
+        return learning_rates
 
     votes = Votes(2)
     assert of_ranks(2, rates) == [[0.5, 0.25]] * 2
@@ -183,7 +183,7 @@ def test_a_killed_attempts_partial_checkpoint_is_harmless(tmp_path, caplog):
     assert not leftover.exists()
     assert len(run.saved_at) == 9
     assert 0 < live_of(run).speed.speed().data_share < 1
-    assert not [one for one in caplog.records if one.name.startswith("accelerate")]
+    assert not [record for record in caplog.records if record.name.startswith("accelerate")]
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ TWO_RANKS = ("num_gpus=2", "auto_device=false", "device=cpu", "training.batch_si
 def weights(events):
     from safetensors.torch import load_file
 
-    last = Path([one for one in events if one["event"] == "checkpoint"][-1]["path"])
+    last = Path([event for event in events if event["event"] == "checkpoint"][-1]["path"])
     if last.is_dir():
         return load_file(last / "model.safetensors")
     return torch.load(last, weights_only=True)["model"]
@@ -59,13 +59,13 @@ def test_memory_errors_leave_an_examples_weights_unchanged(
     attempts = ended.attempts
     assert attempts[-1]["outcome"] == "completed"
     if how == "limited":
-        first = next(one for one in ended.journal if one["event"] == "micro_batch_changed")
+        first = next(event for event in ended.journal if event["event"] == "micro_batch_changed")
         assert first["before"] == attempts[0]["batch_size"]
         assert "allocate memory" in first["reason"]
         # of a sharded model memory may run out within a message, which ends the attempt
         assert len(attempts) == 1 or more == TWO_RANKS
     else:
-        sizes = [(one["batch_size"], one["effective_batch_size"]) for one in attempts]
+        sizes = [(attempt["batch_size"], attempt["effective_batch_size"]) for attempt in attempts]
         assert sizes == [(256, 512), (128, 512)]
         assert attempts[-1]["start_step"] > 0
     monkeypatch.setenv("EXAMPLE", world.environ["EXAMPLE"])
@@ -75,6 +75,6 @@ def test_memory_errors_leave_an_examples_weights_unchanged(
     live_of(here).parts.split_by(MicroBatchPlan.of(unchecked(cfg)))
     integration_trainers.example(cfg, here)
     here.finish_saving()  # as an attempt does
-    found = weights(ended.journal)
+    actual = weights(ended.journal)
     for tensor, expected in weights(here.events).items():
-        assert (found[tensor] - expected).norm() <= 1e-3 * expected.norm(), tensor
+        assert (actual[tensor] - expected).norm() <= 1e-3 * expected.norm(), tensor

@@ -141,7 +141,7 @@ class _Manual(_Line):
             self.zero_grad()  # of both
 
     def configure_optimizers(self):
-        return [torch.optim.SGD([one], lr=0.1) for one in self.parameters()]
+        return [torch.optim.SGD([parameter], lr=0.1) for parameter in self.parameters()]
 
 
 _TWO_BATCH_SIZES = (
@@ -235,6 +235,11 @@ def test_a_second_fit_is_refused_in_one_line(tmp_path):
         _fit(tmp_path, framework_config(8), run=run)
 
 
+class _LogsItsEpoch(_Line):
+    def on_train_epoch_end(self):
+        self.log("current_epoch", float(self.current_epoch))
+
+
 def test_the_best_checkpoint_of_earlier_attempts_is_known(tmp_path):
     """Though the logger's folder, in which it lies by default, is another one in each attempt."""
     best, saved = [], None
@@ -247,10 +252,7 @@ def test_the_best_checkpoint_of_earlier_attempts_is_known(tmp_path):
             enable_checkpointing=True,
             logger=lightning.pytorch.loggers.CSVLogger(tmp_path),
         )
-        model = _Line()
-        model.on_train_epoch_end = lambda model=model: model.log(
-            "current_epoch", float(model.current_epoch)
-        )
+        model = _LogsItsEpoch()
         _, _, run = _fit(tmp_path, framework_config(8), None, trainer, saved, model)
         saved = run.saved_at[3 * epochs]
         best.append(kept.best_model_path)
@@ -260,7 +262,7 @@ def test_the_best_checkpoint_of_earlier_attempts_is_known(tmp_path):
 
 @pytest.mark.slow
 def test_lightning_by_its_other_name_is_adopted_too(tmp_path):
-    """It is a package of its own, with classes of its own."""
+    """It is a separate package with separate classes."""
 
     def seen(_):
         for name in list(sys.modules):
@@ -296,15 +298,15 @@ def test_lightning_by_its_other_name_is_adopted_too(tmp_path):
 def test_lightnings_own_checkpoint_can_be_resumed(tmp_path):
     """A checkpoint that the trainer saved itself after a step."""
     cfg = framework_config(8, epochs=2, checkpoint_every_steps=None)
-    own = lightning.pytorch.callbacks.ModelCheckpoint(
+    callback = lightning.pytorch.callbacks.ModelCheckpoint(
         dirpath=tmp_path / "own", every_n_train_steps=1, save_top_k=-1
     )
-    trainer = _trainer(tmp_path, max_epochs=2, enable_checkpointing=True, callbacks=[own])
+    trainer = _trainer(tmp_path, max_epochs=2, enable_checkpointing=True, callbacks=[callback])
     whole, _, run = _fit(tmp_path, cfg, trainer=trainer)
     for step in (1, 3, 4):
         rest, _, _ = _fit(tmp_path / f"from-{step}", cfg, resume=run.saved_at[step])
         assert rest.seen == whole.seen[22 * (step // 3) + 8 * (step % 3) :], step
-        assert torch.equal(rest.layer.weight, whole.layer.weight)
+        assert torch.equal(rest.layer.weight, whole.layer.weight), step
 
 
 class _LowersItsRate(_Line):
@@ -328,8 +330,8 @@ def test_resumed_epochs_do_what_follows_validation(tmp_path):
         stopping = lightning.pytorch.callbacks.EarlyStopping("same", patience=2)
         trainer = _trainer(tmp_path, max_epochs=9, callbacks=[stopping], num_sanity_val_steps=0)
         job = {"trainer": trainer, "model": _LowersItsRate(), "val_dataloaders": _loader(8)}
-        model, found, run = _fit(tmp_path, framework_config(8), resume=resume, **job)
-        return trainer.optimizers[0].param_groups[0]["lr"], trainer.global_step, found, model, run
+        model, result, run = _fit(tmp_path, framework_config(8), resume=resume, **job)
+        return trainer.optimizers[0].param_groups[0]["lr"], trainer.global_step, result, model, run
 
     *whole, model, run = trained()
     assert whole[:2] == [0.025, 9]
@@ -358,7 +360,8 @@ def test_the_data_modules_batch_size_is_the_default(tmp_path):
     whole = launch(job, cfg | {"fails": False}, run_dir=tmp_path / "whole")
     halved = launch(job, cfg | {"fails": True}, run_dir=tmp_path / "halved")
     splits = [
-        (one.spec.batch_size, one.spec.gradient_accumulation_steps) for one in halved.attempts
+        (attempt.spec.batch_size, attempt.spec.gradient_accumulation_steps)
+        for attempt in halved.attempts
     ]
     assert splits == [(8, 1), (4, 2)]
     assert halved.result == [4, 2, pytest.approx(whole.result[2], abs=1e-6)]
@@ -374,17 +377,17 @@ def test_validation_keeps_the_first_attempts_batches(tmp_path):
     from robust_train.integrations.lightning import fit
 
     results = []
-    for size, asked in ((8, None), (2, AttemptSpec((), 8, 1))):
+    for size, requested in ((8, None), (2, AttemptSpec((), 8, 1))):
         torch.manual_seed(0)
         cfg = framework_config(size, 8 // size)
         run = Run(run_dir=tmp_path / str(size))
-        live_of(run).parts.set_asked(asked)
+        live_of(run).parts.set_asked(requested)
         live_of(run).parts.split_by(MicroBatchPlan.of(unchecked(cfg)))
         trainer = _trainer(run.run_dir, limit_val_batches=2)
         validation = DataLoader(_loader(8).dataset, size)
         model = _LimitedValidation()
-        found = fit(trainer, model, _loader(size), cfg=cfg, run=run, val_dataloaders=validation)
-        results.append((found["samples"], found["value"]))
+        result = fit(trainer, model, _loader(size), cfg=cfg, run=run, val_dataloaders=validation)
+        results.append((result["samples"], result["value"]))
     assert results[0] == pytest.approx(results[1], abs=1e-5)
     assert results[0][0] == 16
 
@@ -397,11 +400,13 @@ def test_a_sweep_reads_the_monitored_figure(tmp_path):
         monitor = lightning.pytorch.callbacks.EarlyStopping("value", mode="max")
         trainer = _trainer(tmp_path, callbacks=[monitor])
         job = {"trainer": trainer, "model": _LimitedValidation(), "run": run}
-        _, found, _ = _fit(tmp_path, framework_config(8), val_dataloaders=_loader(8), **job)
+        _, result, _ = _fit(tmp_path, framework_config(8), val_dataloaders=_loader(8), **job)
         (reported,) = run.of("report")
-        assert (reported["value"], reported["mode"]) == (pytest.approx(found[figure]), mode)
+        expected = (pytest.approx(result[figure]), mode)
+        assert (reported["value"], reported["mode"]) == expected, f"{objective=}"
         (validated,) = recorded(run, "validation")
-        assert (validated["step"], validated["value"]) == (3, pytest.approx(found["value"]))
+        expected = (3, pytest.approx(result["value"]))
+        assert (validated["step"], validated["value"]) == expected, f"{objective=}"
 
 
 class _HoldsAModule(_Line):
@@ -456,8 +461,8 @@ def test_a_trainer_gets_devices_and_machine_count(tmp_path, monkeypatch):
 
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
     run = Run(run_dir=tmp_path, rank=2, world_size=6)
-    found = trainer_arguments(OmegaConf.merge(framework_config(4), {"num_gpus": 6}), run)
-    assert (found["devices"], found["num_nodes"], found["strategy"]) == (3, 2, "ddp")
+    arguments = trainer_arguments(OmegaConf.merge(framework_config(4), {"num_gpus": 6}), run)
+    assert (arguments["devices"], arguments["num_nodes"], arguments["strategy"]) == (3, 2, "ddp")
 
 
 class _Validated(_Line):

@@ -110,12 +110,12 @@ def test_memory_errors_change_neither_weights_nor_logs(tmp_path):
         split_checked = fuse.of_a_split_check(4)
         assert fuse.sizes[at:] == split_checked + [2] * 2 * (6 - again) + [1, 2], (where, at)
         differ_by_rounding_alone(split.weights, whole.weights)
-        assert split.model.hooks == whole.model.hooks
-        for one, other in zip(split.model.outputs, whole.model.outputs, strict=True):
-            assert one == pytest.approx(other, abs=1e-6)
-        assert split.result == pytest.approx(whole.result, abs=1e-6)
-        assert split.result["positive"] == whole.result["positive"], "to the bit"
-        assert split.trainer.global_step == whole.trainer.global_step
+        assert split.model.hooks == whole.model.hooks, (where, at)
+        for output, other in zip(split.model.outputs, whole.model.outputs, strict=True):
+            assert output == pytest.approx(other, abs=1e-6), (where, at)
+        assert split.result == pytest.approx(whole.result, abs=1e-6), (where, at)
+        assert split.result["positive"] == whole.result["positive"], ("to the bit", where, at)
+        assert split.trainer.global_step == whole.trainer.global_step, (where, at)
     # the batches of a short step keep their weights when its last one runs out
     split = Fitted(tmp_path, Net(Fuse("forward", 6, fits=1)))
     assert split.changed(training=True) == [(3, 3, 2), (3, 2, 1)]
@@ -135,12 +135,12 @@ def test_an_evaluation_repeats_the_failed_batch(tmp_path):
     ((_, before, after),) = split.changed(training=False)
     assert (before, after) == (3, 2)
     assert split.result == pytest.approx(whole.result, abs=1e-6)
-    one, other = (fitted.trainer.predict(fitted.model, ORDERED) for fitted in (split, whole))
-    torch.testing.assert_close(one, other)
-    (one,), (other,) = (
+    prediction, other = (fitted.trainer.predict(fitted.model, ORDERED) for fitted in (split, whole))
+    torch.testing.assert_close(prediction, other)
+    (figures,), (other,) = (
         fitted.trainer.test(fitted.model, ORDERED, verbose=False) for fitted in (split, whole)
     )
-    assert one == pytest.approx(other, abs=1e-6)
+    assert figures == pytest.approx(other, abs=1e-6)
 
 
 class _Measured(Net):
@@ -163,30 +163,30 @@ class _Measured(Net):
 
     def _measure(self, stage, batch):
         x, y = batch
-        found = self.layers(x)
-        loss = functional.mse_loss(found, y)
-        losses = functional.mse_loss(found, y, reduction="none").mean(1)
+        predicted = self.layers(x)
+        loss = functional.mse_loss(predicted, y)
+        losses = functional.mse_loss(predicted, y, reduction="none").mean(1)
         for name, given in (
             ("loss", (loss, len(x))),
             ("worst", (losses,)),
             ("samples", (float(len(x)),)),
-            ("right", (found.flatten(), (y > 0.5).int().flatten())),
-            ("f1", (found.flatten(), (y > 0.5).int().flatten())),
+            ("right", (predicted.flatten(), (y > 0.5).int().flatten())),
+            ("f1", (predicted.flatten(), (y > 0.5).int().flatten())),
         ):
             metric = getattr(self, f"{stage}_{name}")
             metric(*given)
             self.log(f"{stage}_{name}", metric, on_step=True, on_epoch=True)
-        getattr(self, f"{stage}_auroc").update(found[:, 0].sigmoid(), (y[:, 0] > 0.5).int())
+        getattr(self, f"{stage}_auroc").update(predicted[:, 0].sigmoid(), (y[:, 0] > 0.5).int())
         self.log(f"{stage}_auroc", getattr(self, f"{stage}_auroc"), on_epoch=True, on_step=False)
         both = getattr(self, f"{stage}_both")
-        both(found, y) if stage == "train" else both.update(found, y)
+        both(predicted, y) if stage == "train" else both.update(predicted, y)
         self.log_dict(both, on_step=False, on_epoch=True)
         size = float(len(x))
         for reduce_fx in ("min", "max", "sum"):
             self.log(f"{stage}_{reduce_fx}_size", size, reduce_fx=reduce_fx, on_epoch=True)
             self.log(f"{stage}_{reduce_fx}_loss", loss, reduce_fx=reduce_fx, on_epoch=True)
-        self.log(f"{stage}_far", found.max(), reduce_fx="max", on_step=True, on_epoch=True)
-        worst = functional.mse_loss(found, y, reduction="none").mean(1).max()
+        self.log(f"{stage}_far", predicted.max(), reduce_fx="max", on_step=True, on_epoch=True)
+        worst = functional.mse_loss(predicted, y, reduction="none").mean(1).max()
         self.log(f"{stage}_hardest", worst, reduce_fx="max", on_step=True, on_epoch=True)
         return loss
 
@@ -219,8 +219,8 @@ def test_metrics_are_those_of_whole_batches(tmp_path, caplog):
         split = Fitted(tmp_path, _Measured(fuse), epochs=2)
         assert split.changed(training=fuse.is_for_training), fuse.at
         differ_by_rounding_alone(split.weights, whole.weights)
-        for one, other in zip(split.model.steps, whole.model.steps, strict=True):
-            assert one == pytest.approx(other, abs=1e-5), (fuse.where, fuse.at)
+        for figures, other in zip(split.model.steps, whole.model.steps, strict=True):
+            assert figures == pytest.approx(other, abs=1e-5), (fuse.where, fuse.at)
         split.result["train_f1_step"] = whole.result["train_f1_step"]
         assert split.result == pytest.approx(whole.result, abs=1e-5), (fuse.where, fuse.at)
     lines = {r.getMessage() for r in caplog.records if "reduce_fx" in r.getMessage()}
@@ -249,15 +249,15 @@ def test_metrics_outside_modules_count_samples_once():
     MicroBatcher().backward(loss_of, torch.ones(32, 1), model)
     assert model.metrics["samples"].compute() == 32
     assert (float(mean.weight), float(mean.compute())) == (32, 1)
-    found = {name: float(value) for name, value in both.compute().items()}
-    assert found == {"SumMetric": 32, "MaxMetric": 8}
+    figures = {name: float(value) for name, value in both.compute().items()}
+    assert figures == {"SumMetric": 32, "MaxMetric": 8}
 
 
 class _TooMuchToKeep(torchmetrics.MeanSquaredError):
     """Gets more of a batch than is kept until its last part."""
 
-    def update(self, found, wanted, _large):
-        super().update(found, wanted)
+    def update(self, predicted, wanted, _large):
+        super().update(predicted, wanted)
 
 
 class _LargelyMeasured(Net):
@@ -267,10 +267,10 @@ class _LargelyMeasured(Net):
 
     def training_step(self, batch, batch_idx):
         x, y = batch
-        found = self.layers(x)
-        self.metric(found, y, torch.empty(17 << 20, dtype=torch.uint8).expand(len(x), -1))
+        predicted = self.layers(x)
+        self.metric(predicted, y, torch.empty(17 << 20, dtype=torch.uint8).expand(len(x), -1))
         self.log("mse", self.metric, on_step=True, on_epoch=True)
-        return functional.mse_loss(found, y)
+        return functional.mse_loss(predicted, y)
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.outputs.append(float(self.trainer.callback_metrics["mse_step"]))

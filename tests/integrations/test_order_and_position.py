@@ -33,8 +33,8 @@ def test_the_order_depends_on_seed_and_epoch_alone(length, epoch, skip, seed, no
 
 def test_a_samplers_own_generator_is_ordered_too():
     def order(noise):
-        own = torch.Generator().manual_seed(noise)
-        return SampleOrder(WeightedRandomSampler([1.0] * 50, 50, generator=own), seed=7)
+        generator = torch.Generator().manual_seed(noise)
+        return SampleOrder(WeightedRandomSampler([1.0] * 50, 50, generator=generator), seed=7)
 
     first, again = order(1), order(2)
     next(iter(again))
@@ -107,11 +107,11 @@ def test_any_split_has_the_same_samples(length, micro_batch, accumulation, ranks
     shares = [StepShares(micro_batch, accumulation, rank, ranks) for rank in range(ranks)]
     assert list(shares[0].steps(length)) == list(whole.steps(length))
     for step in whole.steps(length):
-        own = [one.share(step) for one in shares]
-        assert set().union(*own) == set(step)
-        # all ranks come to their collectives equally often
-        assert len({-(-len(mine) // micro_batch) for mine in own}) == 1
-    orders = [SampleOrder(range(length), seed=1, shares=one) for one in shares]
+        samples = [share.share(step) for share in shares]
+        assert set().union(*samples) == set(step)
+        counts_of_parts = {-(-len(mine) // micro_batch) for mine in samples}
+        assert len(counts_of_parts) == 1, "all ranks come to their collectives equally often"
+    orders = [SampleOrder(range(length), seed=1, shares=share) for share in shares]
     assert {len(order) - len(list(order)) for order in orders} == {0}
 
 

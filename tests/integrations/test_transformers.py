@@ -65,8 +65,11 @@ def test_models_that_can_checkpoint_gradients_do(tmp_path, monkeypatch, caplog):
     _fit(tmp_path / "cannot", cfg)
     assert "gradient_checkpointing: has no effect" in caplog.text
     monkeypatch.setattr(_Line, "supports_gradient_checkpointing", True, raising=False)
+
+    def turn_on(self, **options):
+        turned_on.append(self)
+
     for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
-        turn_on = lambda self, **options: turned_on.append(self)  # noqa: E731
         monkeypatch.setattr(_Line, name, turn_on, raising=False)
     model, _, _ = _fit(tmp_path / "on", cfg)
     assert turned_on == [model]
@@ -261,7 +264,10 @@ def test_rank_0_decides_whether_a_stop_saves(tmp_path, monkeypatch, is_whole):
     the opposite.
     """
     module = importlib.import_module("robust_train.integrations.transformers")
-    of_rank_0 = lambda own: [is_whole if isinstance(own, bool) else own]  # noqa: E731
+
+    def of_rank_0(value):
+        return [is_whole if isinstance(value, bool) else value]
+
     monkeypatch.setattr(module, "of_all_ranks", of_rank_0)
     cfg = framework_config(8)
     cfg.training.checkpoint_every_steps = None if is_whole else 1

@@ -53,13 +53,13 @@ class IgnoresTheCount(Tagger):
 def samples(count=21):
     """Sequences with many positions without loss, and not as many in each."""
     generator = torch.Generator().manual_seed(1)
-    found = []
+    rows = []
     for number in range(count):
         x = torch.randint(0, 20, (6,), generator=generator)
         labels = x % 5
         labels[6 - number % 6 :] = -100
-        found.append({"x": x, "labels": labels})
-    return found
+        rows.append({"x": x, "labels": labels})
+    return rows
 
 
 class Fitted(running_out.Fitted):
@@ -70,13 +70,13 @@ class Fitted(running_out.Fitted):
         batch_size=4,
         trainer=None,
         collator=None,
-        asked=None,
+        first_size=None,
         count=21,
         **options,
     ):
         from robust_train.integrations.transformers import fit, training_arguments
 
-        super().__init__(folder, model, batch_size, asked=asked)
+        super().__init__(folder, model, batch_size, first_size=first_size)
         arguments = transformers.TrainingArguments(
             **training_arguments(self.cfg, self.run),
             num_train_epochs=1,
@@ -112,10 +112,11 @@ def test_memory_errors_change_neither_weights_nor_losses(tmp_path, kind, sums):
         rest = [2] * 2 * (6 - again) + [1] * (at != 6)
         assert fuse.sizes[at:] == split_checked + rest, (where, at)
         differ_by_rounding_alone(split.weights, whole.weights)
-        assert split.losses == pytest.approx(whole.losses, abs=1e-5)
-        for one, other in zip(split.others, whole.others, strict=True):
-            assert one == pytest.approx(other, abs=1e-5)
-        assert split.result["eval_loss"] == pytest.approx(whole.result["eval_loss"], abs=1e-5)
+        assert split.losses == pytest.approx(whole.losses, abs=1e-5), (where, at)
+        for figures, other in zip(split.others, whole.others, strict=True):
+            assert figures == pytest.approx(other, abs=1e-5), (where, at)
+        evaluated = pytest.approx(whole.result["eval_loss"], abs=1e-5)
+        assert split.result["eval_loss"] == evaluated, (where, at)
 
 
 class Classifier(Tagger):
@@ -140,43 +141,45 @@ class _OwnLoss(transformers.Trainer):
 
 
 @pytest.mark.parametrize("trainer", [transformers.Trainer, _OwnLoss])
-@pytest.mark.parametrize("asked", [8, 4])
-def test_a_loss_without_counts_keeps_its_weight(tmp_path, trainer, asked, caplog):
+@pytest.mark.parametrize("first_size", [8, 4])
+def test_a_loss_without_counts_keeps_its_weight(tmp_path, trainer, first_size, caplog):
     """The batch was halved, and the loss ignores the count of items."""
     caplog.set_level("INFO", "robust_train")
     job = {"trainer": trainer, "count": 24, "collator": _with_a_class, "optim": "sgd"}
-    whole = Fitted(tmp_path, Classifier(Fuse(), sums=True), asked, **job)
+    whole = Fitted(tmp_path, Classifier(Fuse(), sums=True), first_size, **job)
     assert "weights them like" not in caplog.text
     for size in (2, 1):
         fuse = Fuse("forward", 3 * 8 // size, fits=1)  # the last steps are repeated as well
-        halved = Fitted(tmp_path, Classifier(fuse, sums=True), size, asked=asked, **job)
+        halved = Fitted(tmp_path, Classifier(fuse, sums=True), size, first_size=first_size, **job)
         assert bool(halved.changed(training=True)) is (size == 2)
         differ_by_rounding_alone(halved.weights, whole.weights)
-        assert halved.losses == pytest.approx(whole.losses, abs=1e-5)
-        for one, other in zip(halved.others, whole.others, strict=True):
-            assert one == pytest.approx(other, abs=1e-5)
-        assert halved.result["eval_loss"] == pytest.approx(whole.result["eval_loss"], abs=1e-6)
+        assert halved.losses == pytest.approx(whole.losses, abs=1e-5), f"{size=}"
+        for figures, other in zip(halved.others, whole.others, strict=True):
+            assert figures == pytest.approx(other, abs=1e-5), f"{size=}"
+        evaluated = pytest.approx(whole.result["eval_loss"], abs=1e-6)
+        assert halved.result["eval_loss"] == evaluated, f"{size=}"
     lines = [r.getMessage() for r in caplog.records if "weights them like" in r.getMessage()]
     assert len(lines) == 2
     assert "this attempt has 4 × 2 samples in a step" in lines[0]
-    assert f"like the requested {8 // asked} × {asked}." in lines[0]
+    assert f"like the requested {8 // first_size} × {first_size}." in lines[0]
 
 
 def test_losses_by_count_agree_in_all_attempts(tmp_path):
     """So does their evaluation."""
     whole = Fitted(tmp_path, Tagger(Fuse(), sums=True), 8)
     fuse = Fuse(training=False)
-    halved = Fitted(tmp_path, Tagger(fuse, sums=True), 2, asked=8)
-    asked, batch = fuse.sizes[:2], fuse.sizes[2:6]
-    assert (asked, batch) == ([2, 2], [1, 2, 2, 2]), "parts of the batch that the job began with"
+    halved = Fitted(tmp_path, Tagger(fuse, sums=True), 2, first_size=8)
+    first_parts, later_parts = fuse.sizes[:2], fuse.sizes[2:6]
+    parts = (first_parts, later_parts)
+    assert parts == ([2, 2], [1, 2, 2, 2]), "parts of the batch that the job began with"
     differ_by_rounding_alone(halved.weights, whole.weights)
     assert halved.result["eval_loss"] == pytest.approx(whole.result["eval_loss"], abs=1e-6)
 
 
 def test_an_unsplittable_evaluation_reports_its_smaller_batches(tmp_path, caplog):
-    Fitted(tmp_path, Tagger(Fuse(), sums=True), 8, trainer=_OwnBatches, asked=8)
+    Fitted(tmp_path, Tagger(Fuse(), sums=True), 8, trainer=_OwnBatches, first_size=8)
     assert "evaluates in batches" not in caplog.text
-    Fitted(tmp_path, Tagger(Fuse(), sums=True), 2, trainer=_OwnBatches, asked=8)
+    Fitted(tmp_path, Tagger(Fuse(), sums=True), 2, trainer=_OwnBatches, first_size=8)
     assert "evaluates in batches of 2, no longer 8, so eval_loss" in caplog.text
 
 
@@ -195,8 +198,8 @@ def test_losses_that_shift_labels_weigh_as_counted(tmp_path):
     whole = Fitted(tmp_path, _ShiftsItself(Fuse(), sums=False), **job)
     split = Fitted(tmp_path, _ShiftsItself(Fuse("forward", 1, fits=1), sums=False), **job)
     assert split.changed(training=True)
-    assert [one for one, _ in split.others] == pytest.approx(
-        [one for one, _ in whole.others], rel=1e-5
+    assert [norm for norm, _ in split.others] == pytest.approx(
+        [norm for norm, _ in whole.others], rel=1e-5
     )
     assert split.result["eval_loss"] == pytest.approx(whole.result["eval_loss"], abs=1e-6)
     differ_by_rounding_alone(split.weights, whole.weights)
@@ -243,12 +246,12 @@ def test_logged_figures_show_no_split(tmp_path, sums):
         Fuse("backward", 4),
         Fuse("forward", 1, fits=1, training=False),
     ):
-        for one, other in zip(logged(fuse), whole, strict=True):
-            assert one == pytest.approx(other, abs=1e-6)
+        for figures, other in zip(logged(fuse), whole, strict=True):
+            assert figures == pytest.approx(other, abs=1e-6), (fuse.where, fuse.at)
 
 
 class _Layerwise(transformers.Trainer):
-    """Steps as soon as a gradient is there, as GaLore and APOLLO do layer by layer."""
+    """Steps as soon as a gradient exists, layer by layer, like GaLore and APOLLO."""
 
     def create_optimizer(self, model=None):
         def step(parameter):
@@ -314,9 +317,11 @@ def test_an_evaluation_repeats_the_failed_batch(tmp_path):
     ((_, before, after),) = split.changed(training=False)
     assert (before, after) == (4, 2)
     assert split.result["eval_loss"] == pytest.approx(whole.result["eval_loss"], abs=1e-6)
-    one, other = (fitted.trainer.predict(samples(7)) for fitted in (split, whole))
-    torch.testing.assert_close(torch.tensor(one.predictions), torch.tensor(other.predictions))
-    assert (one.label_ids == other.label_ids).all()
+    prediction, other = (fitted.trainer.predict(samples(7)) for fitted in (split, whole))
+    torch.testing.assert_close(
+        torch.tensor(prediction.predictions), torch.tensor(other.predictions)
+    )
+    assert (prediction.label_ids == other.label_ids).all()
 
 
 def _ends_where_its_parts_communicate(folder):
@@ -365,7 +370,7 @@ def _with_a_number(features):
 
 def _packed(features):
     """All samples of a batch in one row, as collators without padding make it."""
-    return {key: torch.cat([one[key] for one in features])[None] for key in features[0]}
+    return {key: torch.cat([sample[key] for sample in features])[None] for key in features[0]}
 
 
 def _looks_as_if(where, values, monkeypatch):

@@ -31,7 +31,7 @@ def test_one_rank_repeats_its_share(tmp_path, framework):
     ):
         repeated = of[f"{'first' if at == 3 else 'second'} {where}"]
         differ_by_rounding_alone(torch.tensor(repeated["weights"]), expected)
-        assert repeated["logged"] == pytest.approx(plain["logged"], abs=1e-5)
+        assert repeated["logged"] == pytest.approx(plain["logged"], abs=1e-5), (rank, at, where)
         assert repeated["size"] == 2, "all take the size that one has found"
         # batches of earlier steps are not repeated
         # before its first parts each rank checks its split by itself

@@ -19,10 +19,10 @@ def answers(monkeypatch):
     given = defaultdict(list)
 
     def collect(module, name):
-        asked = getattr(module, name)
+        function = getattr(module, name)
 
         def answer(*args, **keys):
-            given[name].append(asked(*args, **keys))
+            given[name].append(function(*args, **keys))
             return given[name][-1]
 
         monkeypatch.setattr(module, name, answer)

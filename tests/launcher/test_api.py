@@ -224,8 +224,8 @@ def test_the_last_lines_name_outcome_and_next_command(tmp_path, caplog, monkeypa
         launch(lambda cfg: None, {"isolation": "none"}, run_dir=tmp_path / "a")
         with pytest.raises(UserError):
             launch(mistaken, {"isolation": "none"}, run_dir=tmp_path / "b")
-    said = [one.message for one in caplog.records]
-    (completed,) = [one for one in said if one.startswith("completed after")]
+    said = [record.message for record in caplog.records]
+    (completed,) = [line for line in said if line.startswith("completed after")]
     assert completed.endswith("on cpu with micro-batch 64; result: none")
     assert said[said.index(completed) + 1] == f"run folder: {tmp_path / 'a'}"
     assert re.fullmatch(r"after fixing it: robust-train resume [0-9a-f]{8}", said[-1])
@@ -234,12 +234,12 @@ def test_the_last_lines_name_outcome_and_next_command(tmp_path, caplog, monkeypa
     assert (tmp_path / "b" / "report.html").as_uri() in failed._repr_html_()
     with caplog.at_level("INFO", "robust_train"):
         launch(lambda cfg: 0.5, {"isolation": "none"}, run_dir=tmp_path / "b")
-    tables = [one.message for one in caplog.records if one.message.startswith("attempts:")]
+    tables = [record.message for record in caplog.records if record.message.startswith("attempts:")]
     first, second = tables[-1].splitlines()[2:]
     assert first.startswith("1 ")
     assert first.endswith("user error"), "of the launch before"
     assert second.startswith("2 "), "as in attempt-2.log"
-    assert "user error" in next(one for one in said[::-1] if one.startswith("attempts:"))
+    assert "user error" in next(line for line in said[::-1] if line.startswith("attempts:"))
 
 
 @pytest.mark.parametrize("isolation", ["process", "none"])
@@ -283,7 +283,9 @@ def test_screen_report_and_commands_show_one_duration(tmp_path, caplog, says):
     (tmp_path / "state.json").write_text(json.dumps(state))
     with caplog.at_level("INFO", "robust_train"):
         launch(lambda cfg: None, {"isolation": "none"}, run_dir=tmp_path)
-    ending = next(one.message for one in caplog.records if "completed after" in one.message)
+    ending = next(
+        record.message for record in caplog.records if "completed after" in record.message
+    )
     took = re.match(r"completed after (1 min \d+ s)", ending)[1]
     assert re.search(rf"time +{took}\n", says("status").out)
     assert story_of(read_sources(tmp_path)).sentence.startswith(f"Completed in {took} ")

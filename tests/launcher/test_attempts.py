@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from terminal_screen import showing_lines
-from world import is_running, wait_until
+from world import is_running, wait_for_text, wait_until
 
 
 def test_a_functions_result_is_the_jobs_result(world):
@@ -64,7 +64,7 @@ def test_a_signal_ends_everything_an_attempt_started(world, ready, trainer, sign
     """After the trainer has done what it does at a stop."""
     grace = ["stop_grace_seconds=0.2"] if trainer == "does_not_stop_at_all" else []
     process = world.start(f"trainer._target_=trainers.{trainer}", *grace)
-    pids = wait_until(lambda: ready.exists() and ready.read_text(), "the trainer runs").split()
+    pids = wait_for_text(ready, "the trainer runs").split()
     process.send_signal(signum)
     ended = world.end(process, code=128 + signum)
     assert words in ended.stdout

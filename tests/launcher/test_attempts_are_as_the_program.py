@@ -102,8 +102,8 @@ def read_options():
 def effects(trainer, guarded, beginning=BEGINNING):
     body = "\n".join(f"    {line}" for line in guarded)
     code = f'{beginning}{trainer}\nif __name__ == "__main__":\n{body}\n'
-    found = find_effects_under_guard(ast.parse(code), "train")
-    return [*found.calls, *found.names]
+    under_guard = find_effects_under_guard(ast.parse(code), "train")
+    return [*under_guard.calls, *under_guard.names]
 
 
 @pytest.mark.parametrize(
@@ -153,8 +153,8 @@ torch.backends.cudnn.benchmark = True
     ],
 )
 def test_effects_beside_a_pickled_trainer_are_found(trainer, called, lost):
-    found = find_effects_lost_by_value(ast.parse(SETS + called), trainer)
-    assert ([*found.calls], [*found.names]) == lost
+    lost_effects = find_effects_lost_by_value(ast.parse(SETS + called), trainer)
+    assert ([*lost_effects.calls], [*lost_effects.names]) == lost
 
 
 @pytest.mark.parametrize(
@@ -165,5 +165,5 @@ def test_effects_beside_a_pickled_trainer_are_found(trainer, called, lost):
     ],
 )
 def test_effects_beside_an_imported_trainer_are_found(module, calls):
-    found = find_effects_lacking_in_module(ast.parse(SETS + "main()"), ast.parse(module))
-    assert [*found.calls] == calls
+    lacking = find_effects_lacking_in_module(ast.parse(SETS + "main()"), ast.parse(module))
+    assert [*lacking.calls] == calls

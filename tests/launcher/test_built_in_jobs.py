@@ -106,14 +106,14 @@ def test_a_size_is_found_under_a_real_limit(world):
     )
     world.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "DATA_LIMIT_BYTES": str(300 << 20)}
     first = world.run("trainer._target_=limited_trainers.built_in", *arguments, code=0)
-    (found,) = [e for e in first.journal if e["event"] == "batch_size_found"]
-    size = found["batch_size"]
+    (search,) = [e for e in first.journal if e["event"] == "batch_size_found"]
+    size = search["batch_size"]
     assert 1 <= size < 32
-    assert len(found["search"]["probes"]) <= 4
+    assert len(search["search"]["probes"]) <= 4
     (attempt,) = first.attempts
     assert (attempt["outcome"], attempt["batch_size"]) == ("completed", size)
     assert attempt["gradient_accumulation_steps"] * size == attempt["effective_batch_size"] == 32
-    assert attempt["batch_size_found"]["measured_bytes"] == found["search"]["measured_bytes"]
+    assert attempt["batch_size_found"]["measured_bytes"] == search["search"]["measured_bytes"]
     assert "micro-batch auto, effective batch 32" in first.output
     assert f"→ {size}, measured" in first.output
     assert not [e for e in first.journal if e["event"] == "micro_batch_changed"], "it really fits"

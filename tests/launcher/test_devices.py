@@ -110,7 +110,7 @@ def test_a_job_halves_then_switches_gpu_then_cpu(world, two_gpus):
     ended = world.end(process, code=0)
     actions = [(a["outcome"], a["action"]) for a in ended.attempts]
     remedies = ["halve_batch", "switch_gpu", "cpu_fallback"]
-    assert actions == [("device_oom", one) for one in remedies] + [("completed", "none")]
+    assert actions == [("device_oom", remedy) for remedy in remedies] + [("completed", "none")]
     assert {a["effective_batch_size"] for a in ended.attempts} == {64}
     recorded = [[a["gpu_uuid"] or "cpu", str(a["batch_size"])] for a in ended.attempts]
     given = [line.split()[:2] for line in attempts.read_text().splitlines()]

@@ -65,7 +65,7 @@ spec = AttemptSpec(group, 8, 1, ranks=len(group))
 attempt = Attempt(1, spec, failure=ecc, memory={"max_allocated": 8 * 1024 * MIB})
 job.note_free_memory(group)
 assert job.record_end(attempt).after // MIB == 30000
-assert [one.uuid for one in registry.exclusions()] == [group[1].uuid]
+assert [exclusion.uuid for exclusion in registry.exclusions()] == [group[1].uuid]
 assert registry.jobs()[0].state == "draining"
 offers = job.offers().gpus
 assert indexes(offers) == [0, 3, 1]

@@ -40,8 +40,10 @@ TORCHRUN = ("-m", "torch.distributed.run")
 
 def cold(argv, cwd, environ):
     """Start an interpreter as users do."""
-    own = {"cwd": cwd, "env": environ, "stderr": subprocess.STDOUT}
-    return subprocess.Popen([sys.executable, *argv], stdout=subprocess.PIPE, text=True, **own)
+    surroundings = {"cwd": cwd, "env": environ, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(
+        [sys.executable, *argv], stdout=subprocess.PIPE, text=True, **surroundings
+    )
 
 
 @dataclass
@@ -72,9 +74,10 @@ class Agents:
             "MASTER_PORT": str(free_port()),
             "TROUBLE": trouble,
         }
-        argv, own = command or (SCRIPT, self.run_dir), {**self.world.environ, **srun}
+        argv = command or (SCRIPT, self.run_dir)
+        environ = {**self.world.environ, **srun}
         numbers = ({"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in map(str, range(count)))
-        return [start(argv, self.world.folder, own | each) for each in numbers]
+        return [start(argv, self.world.folder, environ | each) for each in numbers]
 
     def end(self, tasks, fails=False):
         """Wait until all tasks have completed, or failed; return what they printed."""
@@ -197,8 +200,8 @@ def test_stopping_all_srun_tasks_saves_one_step(agents):
     assert sorted(gpus) == [[0], [1]], queue
     ranks = agents.run_dir / "ranks"
     left = [json.loads((ranks / f"attempt-1.rank-{k}.json").read_text()) for k in (0, 1)]
-    assert [one["event"]["failure"]["kind"] for one in left] == ["interrupted"] * 2, output
-    assert {one["event"]["step"] for one in left} == {5}
+    assert [ending["event"]["failure"]["kind"] for ending in left] == ["interrupted"] * 2, output
+    assert {ending["event"]["step"] for ending in left} == {5}
     assert "continues after a stop of all ranks" in agents.end(agents.tasks())
     assert agents.has_the_weights_of_an_undisturbed_run()
 
@@ -239,7 +242,7 @@ def test_train_robust_py_uses_the_engines_job_id(agents):
     folder = agents.world.folder / "outputs/slurm-4711"
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["status"] == "completed"
-    assert [one["ranks"] for one in summary["attempts"]] == [2]
+    assert [attempt["ranks"] for attempt in summary["attempts"]] == [2]
     ranks = {**agents.world.environ, "RANK": "1", "WORLD_SIZE": "2"}
     refused = warm.run(command, ranks)
     assert refused.returncode == 2
@@ -262,7 +265,7 @@ SLURM = {
 
 
 @pytest.mark.parametrize(
-    ("environ", "found"),
+    ("environ", "expected"),
     [
         # ordinary launchers: nothing set, one rank, a rank of ours, a shell or submitit
         ({}, None),
@@ -278,10 +281,10 @@ SLURM = {
         (SLURM | {"SLURM_RESTART_COUNT": "1"}, ("srun", 4, 5, 1, "slurm-4711", 1)),
     ],
 )
-def test_a_rank_of_an_engine_is_recognised(environ, found):
+def test_a_rank_of_an_engine_is_recognised(environ, expected):
     rank = guest_rank(environ)
     names = "engine", "rank", "world_size", "local_rank", "job", "restarts"
-    assert (rank and tuple(getattr(rank, name) for name in names)) == found
+    assert (rank and tuple(getattr(rank, name) for name in names)) == expected
 
 
 def test_srun_s_ranks_get_what_torch_reads():
@@ -295,8 +298,8 @@ def test_srun_s_ranks_get_what_torch_reads():
         "MASTER_ADDR": "gpu07",
         "MASTER_PORT": "19711",
     }
-    own = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5"}
-    assert guest_rank(SLURM | own).environ.items() >= own.items()
+    exported = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5"}
+    assert guest_rank(SLURM | exported).environ.items() >= exported.items()
 
 
 def test_the_first_host_of_slurms_list():
@@ -335,8 +338,8 @@ OOM, COMM, STOP = FailureKind.DEVICE_OOM, FailureKind.COMM, FailureKind.INTERRUP
     ],
 )
 def test_the_failure_that_others_followed_is_the_cause(failures, message, rank):
-    known = {one.rank: one for one in failures}
-    cause = find_cause([known.get(rank, RankEnd(rank)) for rank in range(3)])
+    by_rank = {ending.rank: ending for ending in failures}
+    cause = find_cause([by_rank.get(rank, RankEnd(rank)) for rank in range(3)])
     assert (cause.message, cause.rank) == (message, rank)
     assert (cause.evidence.clue is Clue.KILLED) == ("killed" in message)
 

@@ -52,7 +52,7 @@ def test_the_manifests_are_valid_and_patient(tmp_path):
         shown = warm.run(words, os.environ, tmp_path)
         assert shown.returncode == 0, shown.stderr
         cfg = yaml.safe_load(shown.stdout)
-        assert cfg["allow_cpu_fallback"] is False
+        assert cfg["allow_cpu_fallback"] is False, arguments
     assert pod["terminationGracePeriodSeconds"] > cfg["stop_grace_seconds"] + 10
 
 

@@ -14,6 +14,10 @@ from robust_train.model.failure import Evidence, Failure, FailureKind
 from robust_train.model.spec import GiveUp, Retry
 
 
+def do_nothing(*arguments):
+    pass
+
+
 class Told(HostDriver):
     """Runs attempts that send these events, and decides what it is told, in order."""
 
@@ -29,8 +33,9 @@ class Told(HostDriver):
             on_event=lambda event: None,
             queue=queue,
         )
-        nothing = lambda *arguments: None  # noqa: E731
-        self.executor = SimpleNamespace(prepare=nothing, poll=nothing, close=nothing, run=self._run)
+        self.executor = SimpleNamespace(
+            prepare=do_nothing, poll=do_nothing, close=do_nothing, run=self._run
+        )
 
     def open(self, *arguments):
         pass
@@ -75,4 +80,7 @@ def test_training_from_the_beginning_starts_at_0(tmp_path):
     # the second one ends before its first report
     job = Job(plan, Told(plan, again(), give_up, events=[events]))
     job.run()
-    assert [(one.start_step, one.end_step) for one in job.attempts] == [(0, 63), (0, None)]
+    assert [(attempt.start_step, attempt.end_step) for attempt in job.attempts] == [
+        (0, 63),
+        (0, None),
+    ]

@@ -55,7 +55,7 @@ def test_each_kind_of_device_searches_sizes_once():
     settings = policy(**AUTO, min_batch_size=1)
     spec = first_attempt(settings, (GPU,))
     again, _ = after(settings, spec, FailureKind.COMM)
-    assert again.noted("searches", False), "the first attempt has not come to it"
+    assert again.noted("searches", False), "the first attempt has not reached its search"
     stands, why = after(settings, spec, FailureKind.COMM, FailureKind.DEVICE_OOM)
     assert (stands.noted("searches", False), why) == (False, "")
 

@@ -8,7 +8,7 @@ import pytest
 
 from simulated_nvml import Gpu
 from two_gpu_machine import A, B
-from world import parent_of, wait_until
+from world import parent_of, wait_for_text, wait_until
 
 FRAGMENTED = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.65 GiB of "
@@ -25,7 +25,7 @@ class Script:
     def __init__(self, world):
         self.world = world
         files = {"failures", "attempts", "allocator"}
-        world.environ |= {f"{one.upper()}_FILE": str(world.folder / one) for one in files}
+        world.environ |= {f"{name.upper()}_FILE": str(world.folder / name) for name in files}
         self.failures, self.attempts_file = world.folder / "failures", world.folder / "attempts"
 
     def run(self, *lines, overrides=(), trainer="fails_by_script"):
@@ -81,7 +81,7 @@ def test_fragmentation_gets_expandable_segments(script, failure, starts_with, ac
     ended = script.run(failure, overrides=keys, trainer="fails_by_script_beside_torch")
     assert actions(ended) == [action, "none"]
     allocator = (script.world.folder / "allocator").read_text().splitlines()
-    assert allocator == [f"expandable_segments:{one}" for one in (starts_with, then)]
+    assert allocator == [f"expandable_segments:{value}" for value in (starts_with, then)]
     first, second = script.given
     assert first["batch_size"] == second["batch_size"]
 
@@ -121,7 +121,7 @@ def test_a_job_that_never_saves_is_eventually_refused(world, ready):
     command = ("trainer._target_=trainers.never_looks_whether_to_stop", "max_launches=2")
     for signum, code in ((signal.SIGTERM, 143), (signal.SIGKILL, -9)):
         process = world.start(*command)
-        wait_until(lambda: ready.exists() and ready.read_text(), "the trainer runs")
+        wait_for_text(ready, "the trainer runs")
         process.send_signal(signum)
         world.end(process, code)
         ready.unlink()
@@ -171,7 +171,7 @@ def test_submitit_requeues_a_preempted_job_which_resumes(world, ready, monkeypat
     executor = submitit.LocalExecutor(world.folder / "queue")
     executor.update_parameters(timeout_min=5)
     job = executor.submit(RequeuedJob(), world.run_dir)
-    attempt = int(wait_until(lambda: ready.exists() and ready.read_text(), "the trainer runs"))
+    attempt = int(wait_for_text(ready, "the trainer runs"))
     launcher = parent_of(attempt)
     # as Slurm does when the job is preempted; submitit's local executor can only do it on time-out
     os.kill(launcher, submitit.JobEnvironment._usr_sig())

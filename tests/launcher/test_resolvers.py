@@ -90,7 +90,7 @@ def test_a_later_launch_sees_its_jobs_values(config, tmp_path, monkeypatch):
     config.read = "${numbered:read}"
     before = launched(config)
     written = json.loads(Path("run/resolved.json").read_text())
-    assert {one["key"] for one in written["values"]} == set(KEYS) - {
+    assert {entry["key"] for entry in written["values"]} == set(KEYS) - {
         "api_key",
         "login",
         "same",

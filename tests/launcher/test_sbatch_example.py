@@ -37,5 +37,5 @@ def test_a_job_whose_time_is_up_is_requeued(tmp_path, code, requeued):
     wait_until((tmp_path / "ready").exists, "the trainer to begin")
     batch.send_signal(signal.SIGUSR1)
     assert batch.wait(60) == code
-    asked = tmp_path / "asked"
-    assert (asked.read_text().split() if asked.exists() else []) == requeued
+    request = tmp_path / "asked"
+    assert (request.read_text().split() if request.exists() else []) == requeued

@@ -52,13 +52,13 @@ def test_each_ranks_training_time_is_known(world):
     first, second = ended.attempts[0]["speed"]
     assert (first["rank"], second["rank"]) == (0, 1)
     assert (first["steps"], second["steps"]) == (7, 7)
-    for one in (first, second):
-        assert one["seconds_per_step"] >= 0.099, "they wait for each other"
+    for speed in (first, second):
+        assert speed["seconds_per_step"] >= 0.099, "they wait for each other"
     assert second["seconds_alone_per_step"] >= 0.099
     # what slows both down, such as a busy machine, changes nothing
     assert first["seconds_alone_per_step"] < second["seconds_alone_per_step"] - 0.05
     state = read_state(world.run_dir)
-    assert [asdict(one) for one in speed_of(state.attempt)] == [first, second]
+    assert [asdict(speed) for speed in speed_of(state.attempt)] == [first, second]
     assert "speed: " in ended.output
 
 

@@ -23,8 +23,8 @@ def train(cfg, run=None):
     for method in ("spawn", "forkserver"):
         context = multiprocessing.get_context(method)
         with context.Pool(1) as pool:
-            found = pool.map(doubled, [Rows(1)])
-        assert type(found[0]) is Rows and found[0].number == 2
+            doubles = pool.map(doubled, [Rows(1)])
+        assert type(doubles[0]) is Rows and doubles[0].number == 2
         queue = context.SimpleQueue()
         child = context.Process(target=put, args=(queue, Rows(3)))
         child.start()
@@ -36,7 +36,7 @@ def train(cfg, run=None):
     # a library that pickles by value what a script defines takes it for a script's
     assert b"__main__" in pickle.dumps(Rows)
     named = train, Rows, Rows.Part, Rows.doubled
-    assert {one.__module__ for one in named} == {__name__} == {"__main__"}
+    assert {definition.__module__ for definition in named} == {__name__} == {"__main__"}
     print("children found it, by default with", multiprocessing.get_start_method())
 """
 GUARDED = 'if __name__ == "__main__":\n    '

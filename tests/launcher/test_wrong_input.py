@@ -58,7 +58,7 @@ OF_THE_CONFIGURATION = [
 def test_the_command_refuses_in_one_line(world, arguments, words):
     # which trainer it is does not matter but for its own name and for keys of the built-in one
     of_a_trainer = ("trainer._target_", "dataset.root", "logger")
-    is_light = not any(one.startswith(of_a_trainer) for one in arguments)
+    is_light = not any(argument.startswith(of_a_trainer) for argument in arguments)
     light = ("trainer._target_=trainers.uses_run",) if is_light else ()
     ended = world.run(*arguments, *light)
     ended.was_refused(words)

@@ -188,7 +188,7 @@ def test_containers_keep_what_they_have_beside_their_content():
     packed = pack_sequence([torch.ones(3), torch.ones(2)])
     assert torch.equal(safe_tensor_to_cpu(packed).data, packed.data)
     value = {"model": nn.Linear(2, 2), "n": 3, "text": "x", "cls": nn.Linear, "none": None}
-    assert safe_tensor_to_cpu(value) == value, "all that is no tensor is passed on"
+    assert safe_tensor_to_cpu(value) == value, "everything except tensors is passed on"
 
 
 def test_shared_tensors_and_cyclic_containers_are_cleared():

@@ -24,7 +24,7 @@ def run(environ, *arguments):
     return warm.robust_train(*arguments, environ=environ)
 
 
-def asked(environ, *arguments):
+def answer_of(environ, *arguments):
     done = run(environ, *arguments, "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout)
@@ -41,21 +41,20 @@ def test_info_shows_gpus_and_host_memory(machine_with):
     )
     machine.fail("nvmlDeviceGetHandleByIndex", GPU_IS_LOST, 2)
     environ = machine.environment()
-    for arguments in (("memory", "info"),):
-        done = run(environ, *arguments)
-        assert (done.returncode, done.stderr) == (0, "")
-        header, first, second, skipped, host = done.stdout.splitlines()
-        assert header.split("  ")[0] == "index"
-        assert all(word in first for word in ("10960", "30000", "40960", f"{2**30} 700 MiB"))
-        assert f"{2**28} (draws) 5 MiB" in first
-        assert "T4" in second
-        assert skipped.startswith("GPU 2 skipped: GPU is lost")
-        assert host.startswith("host memory: ")
-        told = asked(environ, *arguments)
-        assert told["live_run"] is None
-        assert told["gpus"][0]["processes"][0]["used_bytes"] == 700 * MIB
-        assert told["gpus"][0]["used_bytes"] == 10960 * MIB
-        assert told["host"]["total_bytes"] > told["host"]["available_bytes"] > 0
+    done = run(environ, "memory", "info")
+    assert (done.returncode, done.stderr) == (0, "")
+    header, first, second, skipped, host = done.stdout.splitlines()
+    assert header.split("  ")[0] == "index"
+    assert all(word in first for word in ("10960", "30000", "40960", f"{2**30} 700 MiB"))
+    assert f"{2**28} (draws) 5 MiB" in first
+    assert "T4" in second
+    assert skipped.startswith("GPU 2 skipped: GPU is lost")
+    assert host.startswith("host memory: ")
+    told = answer_of(environ, "memory", "info")
+    assert told["live_run"] is None
+    assert told["gpus"][0]["processes"][0]["used_bytes"] == 700 * MIB
+    assert told["gpus"][0]["used_bytes"] == 10960 * MIB
+    assert told["host"]["total_bytes"] > told["host"]["available_bytes"] > 0
     code, shown = run_at_a_terminal([*COMMAND, "memory", "info"], environ)
     assert code == 0
     assert "index  name" in shown
@@ -82,7 +81,7 @@ def test_a_shell_can_evaluate_enable(exported, value):
     line = f'eval "$({" ".join(COMMAND)} memory enable)"; echo "${VARIABLE}"'
     done = subprocess.run(["sh", "-c", line], env=environ, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == (f"{value}\n", "")
-    told = asked(environ, "memory", "enable")
+    told = answer_of(environ, "memory", "enable")
     assert (told["variable"], told["value"]) == (VARIABLE, value)
 
 
@@ -95,13 +94,13 @@ def live(own_trainers):
     process = own_trainers.start("holds_memory_until_stopped")
     try:
         journal = own_trainers.run_dir / "journal.jsonl"
-        wait_until(
-            lambda: (
-                process.poll() is not None
-                or (journal.exists() and '"training_started"' in journal.read_text())
-            ),
-            "the trainer is at work",
-        )
+
+        def has_ended_or_trains():
+            if process.poll() is not None:
+                return True
+            return journal.exists() and '"training_started"' in journal.read_text()
+
+        wait_until(has_ended_or_trains, "the trainer is at work")
         assert process.poll() is None, process.communicate()
         yield own_trainers
     finally:
@@ -111,20 +110,20 @@ def live(own_trainers):
 
 def test_a_live_run_clears_memory_on_request(live):
     """It reports the figures before and after."""
-    told = asked(live.environ, "memory", "info")
+    told = answer_of(live.environ, "memory", "info")
     assert told["live_run"]["after"]["allocated"] > 192 * MIB
     # what the trainer has put out of the collector's reach stays, until force
-    plain = asked(live.environ, "memory", "clear", "--run", str(live.run_dir))
+    plain = answer_of(live.environ, "memory", "clear", "--run", str(live.run_dir))
     assert plain["held"] == []
-    forced = asked(live.environ, "memory", "clear", "--force", "--run", plain["run"])
+    forced = answer_of(live.environ, "memory", "clear", "--force", "--run", plain["run"])
     assert forced["before"]["allocated"] - forced["after"]["allocated"] > 100 * MIB
     assert "MiB float32" in forced["held"][0]
-    reset = asked(live.environ, "memory", "reset")
+    reset = answer_of(live.environ, "memory", "reset")
     assert reset["after"]["peak"] < reset["before"]["peak"]
-    limited = asked(live.environ, "memory", "fraction", "0.9")
+    limited = answer_of(live.environ, "memory", "fraction", "0.9")
     assert 0 < limited["limit"] < limited["after"]["total"]
     for number in (1, 2):
-        shot = asked(live.environ, "memory", "snapshot")
+        shot = answer_of(live.environ, "memory", "snapshot")
         assert shot["written"] == [str(live.run_dir / f"memory-tensors-{number}.json")]
         assert "no CUDA in this process, so there is no snapshot" in shot["sentence"]
         tensors = json.loads(Path(shot["written"][0]).read_text())
@@ -143,8 +142,8 @@ def test_a_live_run_clears_memory_on_request(live):
     for arguments in (("memory", "info"), ("memory", "reset")):
         code, shown = run_at_a_terminal([*COMMAND, *arguments], live.environ)
         assert code == 0, shown
-        assert "host memory: " in shown
-        assert "\nallocated " in shown
+        assert "host memory: " in shown, arguments
+        assert "\nallocated " in shown, arguments
 
 
 @pytest.mark.parametrize(

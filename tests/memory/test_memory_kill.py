@@ -179,13 +179,13 @@ def test_kill_explains_a_machine_without_gpus(cuda_machine_with):
 def test_only_stubborn_processes_are_killed(start):
     """Who ignores SIGTERM; no other process is signalled."""
 
-    def known(process):
+    def cuda_process(process):
         started = started_at(process.pid)
         return CudaProcess(process.pid, os.getuid(), "c", started, (0,), None)
 
     polite, stubborn, innocent, gone = start(), start("stubborn"), start(), start()
-    of_an_earlier_one = replace(known(innocent), started=known(innocent).started - 1)
-    ending = [known(polite), known(stubborn), of_an_earlier_one, known(gone)]
+    of_an_earlier_one = replace(cuda_process(innocent), started=cuda_process(innocent).started - 1)
+    ending = [cuda_process(polite), cuda_process(stubborn), of_an_earlier_one, cuda_process(gone)]
     gone.kill()
     gone.wait()
     assert [*end_all(ending, 0.5).values()] == ["ended", "killed", "gone", "gone"]

@@ -85,8 +85,8 @@ def test_enable_sets_segments_for_child_programs(exported, value, sentence):
         from robust_train import enable_memory_efficient_settings
         print(json.dumps([enable_memory_efficient_settings(), os.environ[{VARIABLE!r}]]))
         """
-    done, found = python(code, **exported)
-    assert found == value
+    done, setting = python(code, **exported)
+    assert setting == value
     assert done[0].startswith(VARIABLE)
     assert done[0].endswith(sentence)
     assert done[1] == "no CUDA in this process: nothing else to set"
@@ -139,6 +139,6 @@ def test_torch_prefers_our_settings_variable(expandable):
         import json, torch
         print(json.dumps(torch._C._cuda_memorySnapshot(None)["allocator_settings"]))
         """
-    known = python(code, **environ)
-    assert known[VARIABLE] == f"expandable_segments:{expandable}"
-    assert known["expandable_segments"] == expandable
+    settings = python(code, **environ)
+    assert settings[VARIABLE] == f"expandable_segments:{expandable}"
+    assert settings["expandable_segments"] == expandable

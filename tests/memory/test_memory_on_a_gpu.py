@@ -248,18 +248,18 @@ def test_memory_beyond_the_fraction_leaves_a_snapshot(own_trainers):
     assert ended.attempts[0]["outcome"] == "device_oom"
     for attempt, has_history in ((1, False), (2, True)):
         snapshot = pickle.loads((ended.run_dir / f"oom-attempt-{attempt}.pickle").read_bytes())
-        assert snapshot["segments"]
-        assert any(snapshot["device_traces"]) == has_history
-        found = json.loads((ended.run_dir / f"oom-attempt-{attempt}.json").read_text())
-        assert found["snapshot"] == f"oom-attempt-{attempt}.pickle"
-        assert found["tensors"][0]["device"] == "cuda:0"
+        assert snapshot["segments"], attempt
+        assert any(snapshot["device_traces"]) == has_history, attempt
+        report = json.loads((ended.run_dir / f"oom-attempt-{attempt}.json").read_text())
+        assert report["snapshot"] == f"oom-attempt-{attempt}.pickle"
+        assert report["tensors"][0]["device"] == "cuda:0", attempt
 
 
 def test_a_gpu_leak_is_sampled_and_found(own_trainers):
     ended = own_trainers.run("leaks_on_the_gpu", code=0)
-    found = ended.attempts[0]["memory_stability"]
-    assert found["kind"] == "growing"
-    assert found["mib_per_100_steps"] == pytest.approx(100, rel=0.2)
+    stability = ended.attempts[0]["memory_stability"]
+    assert stability["kind"] == "growing"
+    assert stability["mib_per_100_steps"] == pytest.approx(100, rel=0.2)
     samples = read_samples(ended.run_dir / FILE_NAME)
     assert max(sample.allocated or 0 for sample in samples) >= 200 * MIB
     assert all((s.reserved or 0) <= (s.gpu_total or 0) for s in samples)

@@ -40,8 +40,8 @@ def test_the_memory_functions_are_names_of_both():
     names = set(dir(memory.memory)) & set(memory.__all__)
     assert {"GPUMemoryContext", "clear_gpu_memory", "save_checkpoint"} <= names
     for name in dir(memory.memory):
-        own = getattr(memory.memory, name)
-        assert getattr(memory, name, own) is own
+        member = getattr(memory.memory, name)
+        assert getattr(memory, name, member) is member
     assert memory.get_cuda_memory_info is memory.get_gpu_memory_stats
     assert memory.clear_cuda_memory is memory.clear_gpu_memory
 
@@ -185,7 +185,7 @@ with memory.GPUMemoryContext() as resets:
     stats = memory.reset_peak_memory_stats()
 blocks = {{"outer": outer, "inner": inner, "second": second, "fails": fails, "resets": resets}}
 names = ("device", "before", "peak", "after", "delta")
-figures = {{key: {{name: getattr(one, name) for name in names}} for key, one in blocks.items()}}
+figures = {{key: {{name: getattr(block, name) for name in names}} for key, block in blocks.items()}}
 print(json.dumps([figures, stats.peak - stats.allocated]))
 """
 
@@ -211,7 +211,7 @@ def blocks():
 
 
 def assert_forgotten(block):
-    assert not [one for one in gc.get_referrers(block) if isinstance(one, list)]
+    assert not [referrer for referrer in gc.get_referrers(block) if isinstance(referrer, list)]
 
 
 def test_a_block_reports_its_own_memory(blocks):

@@ -22,8 +22,8 @@ from robust_train.readable import GIB, MIB
 
 
 def gpu(index, **fields):
-    known = GpuInfo(f"GPU-uuid-{index}", "A GPU", index, f"{index}", 80 * GIB, 7 * GIB, 73 * GIB)
-    return replace(known, **fields)
+    usual = GpuInfo(f"GPU-uuid-{index}", "A GPU", index, f"{index}", 80 * GIB, 7 * GIB, 73 * GIB)
+    return replace(usual, **fields)
 
 
 def test_the_gpu_of_the_model_counts(use):
@@ -46,9 +46,9 @@ def test_the_gpu_of_the_model_counts(use):
 def test_an_exported_limit_is_never_raised(use, monkeypatch, name):
     monkeypatch.setenv(name, "expandable_segments:True,per_process_memory_fraction:0.5")
     cuda = use()
-    for asked, limit in ((0.95, 0.5), (1, 0.5), (0.25, 0.25)):
-        assert limit_when_cuda_starts(asked, 0)
-        assert memory.set_memory_fraction(asked).fraction == limit
+    for fraction, limit in ((0.95, 0.5), (1, 0.5), (0.25, 0.25)):
+        assert limit_when_cuda_starts(fraction, 0)
+        assert memory.set_memory_fraction(fraction).fraction == limit
         assert cuda.fractions == {0: limit, 1: limit}
 
 
@@ -58,8 +58,8 @@ def test_a_gpu_sharing_host_memory_leaves_some(use, monkeypatch, caplog):
     available = SimpleNamespace(available=48 * GIB)
     monkeypatch.setattr("robust_train.memory.limits.read_host_memory", lambda: available)
     cuda = use(is_integrated=1)
-    for asked, limit in ((0.95, 0.5), (0.25, 0.25), (1.0, 1.0)):
-        limit_when_cuda_starts(asked, 0)
+    for fraction, limit in ((0.95, 0.5), (0.25, 0.25), (1.0, 1.0)):
+        limit_when_cuda_starts(fraction, 0)
         assert cuda.fractions == {0: limit}
     assert caplog.messages == [
         "memory.fraction=0.95: GPU 0 is limited to 0.50 of its memory, of which 49152 MiB are "
@@ -132,7 +132,7 @@ def test_a_context_is_learned_by_model(tmp_path):
     assert estimate_footprint(GIB, "A GPU") == before + 88 * MIB
     for damaged in ("[", '{"A GPU": Infinity}'):
         (tmp_path / "cache/robust-train/contexts.json").write_text(damaged)
-        assert estimate_footprint(GIB, "A GPU") == before
+        assert estimate_footprint(GIB, "A GPU") == before, damaged
 
 
 def test_unlisted_processes_bound_a_contexts_size(use, monkeypatch):

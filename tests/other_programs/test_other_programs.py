@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from command_world import CommandWorld
-from world import is_running, wait_until
+from world import is_running, wait_for_text, wait_until
 
 PROGRAMS = Path(__file__).parent / "programs"
 RESUMES = "--resume-argv '--resume {checkpoint}' --checkpoint"
@@ -126,8 +126,10 @@ class Case:
         ignored = shutil.ignore_patterns("undisturbed", "queue_of_jobs", "runs")
         shutil.copytree(self.folder, folder, ignore=ignored)
         words = [sys.executable, *shlex.split(self.program.plain)]
-        own = {"cwd": folder, "env": {**self.environ, "OUTPUT": "out"}}
-        return learned(subprocess.run(words, capture_output=True, text=True, check=True, **own))
+        surroundings = {"cwd": folder, "env": {**self.environ, "OUTPUT": "out"}}
+        return learned(
+            subprocess.run(words, capture_output=True, text=True, check=True, **surroundings)
+        )
 
     def start(self, event):
         self.environ |= {"EVENT": event, "READY_FILE": str(self.ready)}
@@ -145,7 +147,7 @@ class Case:
     def is_sent(self, signum, code):
         """Signal the launcher once the program trains; return how it has ended."""
         process = self.start("wait")
-        pid = int(wait_until(lambda: self.ready.exists() and self.ready.read_text(), "it trains"))
+        pid = int(wait_for_text(self.ready, "it trains"))
         process.send_signal(signum)
         ended = self.scripts.world.end(process, code)
         wait_until(lambda: not is_running(pid), "the program is gone")

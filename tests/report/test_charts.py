@@ -47,4 +47,4 @@ def test_charts_space_numbers_by_magnitude():
     assert named.note == "0: cnn, 1: lora. "
     assert not named.plot.is_log_x
     endless = value_over("", [("inf", 0.5, False), ("1.0", 0.9, False), ("inf", 0.7, False)])
-    assert endless.note == "0: 1.0, 1: inf. ", "a place beyond all others is none"
+    assert endless.note == "0: 1.0, 1: inf. ", "infinity has no place on the axis"

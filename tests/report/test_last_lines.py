@@ -16,7 +16,7 @@ MESSAGE = "ValueError: the labels go from 0 to 12, and the model has ten outputs
 def lines_of(caplog, summary):
     with caplog.at_level("INFO", "robust_train"):
         narration.show_end(print_failure, summary, "the command")
-    return [line for one in caplog.records for line in one.getMessage().splitlines()]
+    return [line for record in caplog.records for line in record.getMessage().splitlines()]
 
 
 def test_time_and_attempts_include_all_launches(tmp_path, caplog):
@@ -28,9 +28,9 @@ def test_time_and_attempts_include_all_launches(tmp_path, caplog):
     journal.steps(1, 1, 6)  # and is killed
     journal(100, JobStarted("/run", "train", "own"))
     journal.start(2, device="cpu", size=32)
-    own = {"wall_seconds": 24.0, "earlier_seconds": 6.0}
+    durations = {"wall_seconds": 24.0, "earlier_seconds": 6.0}
     last = Attempt(2, SPEC, seconds=24.0, start_step=4, end_step=9)
-    summary = Summary("completed", tmp_path, result=0.9, attempts=(last,), **own)
+    summary = Summary("completed", tmp_path, result=0.9, attempts=(last,), **durations)
     lines = lines_of(caplog, summary)
     first, second = (line.split() for line in lines[2:4])
     assert first == ["1", "cpu", "32", "64", "0-6", "-", "no", "recorded", "end"]

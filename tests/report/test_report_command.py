@@ -56,7 +56,7 @@ def test_an_unwritable_report_fails_only_its_command(run, capsys, caplog):
 
 
 def test_a_stop_has_one_word_on_the_page(tmp_path):
-    """Ctrl-C twice in a job's life is no trouble that it had."""
+    """Ctrl-C twice in a job's life does not count as trouble."""
     journal = Journal(tmp_path)
     stop = {"message": "stopped after step 4", "action": "stopped", "reason": "interrupted"}
     for number in (1, 2):
@@ -97,8 +97,8 @@ def test_hostile_texts_of_a_sweep_stay_texts(tmp_path):
     over = f"model='{HOSTILE}'"
     for number in (0, 1, 2, 3):
         job = next(folder.glob("java*")) if number == 2 else folder / str(number)
-        own = (f"{over}{number % 2}", f"{HOSTILE}={number}")
-        row = SweepJob(number, own, "sweep-id", HOSTILE, 1, result=0.5, reason=HOSTILE)
+        overrides = (f"{over}{number % 2}", f"{HOSTILE}={number}")
+        row = SweepJob(number, overrides, "sweep-id", HOSTILE, 1, result=0.5, reason=HOSTILE)
         replace(row, status="completed" if number < 2 else HOSTILE).write(job)
     assert main(["report", str(folder)]) == 0
     page = (folder / "report.html").read_text()

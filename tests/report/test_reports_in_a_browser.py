@@ -51,10 +51,10 @@ OVERLAPS = """
   const texts = [...figure.querySelectorAll(".tick, .row, .legend, h3, .plot, .quiet")]
     .map(text => [text, text.getBoundingClientRect()])
     .filter(([, frame]) => frame.width);
-  return texts.flatMap(([one, a], i) => texts.slice(i + 1)
+  return texts.flatMap(([first, a], i) => texts.slice(i + 1)
     .filter(([, b]) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1
       && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 3)
-    .map(([other]) => [figure.textContent.slice(0, 40), one.textContent, other.textContent]));
+    .map(([second]) => [figure.textContent.slice(0, 40), first.textContent, second.textContent]));
 })
 """
 SMALLEST_TEXT = """

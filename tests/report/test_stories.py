@@ -116,9 +116,9 @@ def test_goodput_says_what_the_time_went_into(journal):
     journal(1, COMPLETED)
     seconds = {"waiting": 15, "starting": 6, "saving": 2.5, "skipped": 1, "stalled": 50}
     assert journal.story.parts == seconds | {"useful": 26.5, "repeated": 4}
-    found = goodput_from(read_sources(journal.folder))
-    assert found is not None
-    assert found["share"] == round(26.5 / 105, 3)
+    goodput = goodput_from(read_sources(journal.folder))
+    assert goodput is not None
+    assert goodput["share"] == round(26.5 / 105, 3)
 
 
 def test_one_value_is_a_dot(journal):
@@ -182,7 +182,7 @@ def test_a_clock_set_back_reverses_no_story(journal):
     journal.end(2)
     journal(1005, COMPLETED)
     story = journal.story
-    assert [one.number for one in story.attempts] == [1, 2]
+    assert [attempt.number for attempt in story.attempts] == [1, 2]
     assert story.sentence.startswith("Completed in 10 s at the 2nd attempt, on cuda:0 with micro-")
     assert story.seconds["lost"] == 5
 
@@ -258,11 +258,16 @@ valid_events = st.sampled_from(
         DecidedAgain("lost_race", "p", "halve_batch", "r"),
     ]
 ).map(Event.as_json)
+
+
+def spoiled(event, name, time, field, attempt):
+    """Return a valid event with another name, if one is given, another time and more fields."""
+    return event | field | attempt | {"event": name or event["event"], "time": time}
+
+
 hostile_events = st.lists(
     st.builds(
-        lambda event, name, time, *more: (
-            event | more[0] | more[1] | {"event": name or event["event"], "time": time}
-        ),
+        spoiled,
         valid_events,
         st.none() | st.sampled_from(NAMES) | anything,
         st.floats(0, 2e9) | anything,

@@ -20,8 +20,10 @@ def row_of(attempt):
 
 def record(failure=None, **fields):
     sizes = {"gpus": (), "batch_size": 64, "gradient_accumulation_steps": 2}
-    own = {name: fields.pop(name) for name in ("ranks", "has_batch") if name in fields}
-    return Attempt(3, AttemptSpec(**sizes, **own), **{"seconds": 1.0, "failure": failure, **fields})
+    of_spec = {name: fields.pop(name) for name in ("ranks", "has_batch") if name in fields}
+    return Attempt(
+        3, AttemptSpec(**sizes, **of_spec), **{"seconds": 1.0, "failure": failure, **fields}
+    )
 
 
 def interrupted(message, **fields):
@@ -57,7 +59,7 @@ def test_a_row_ends_with_these_cells(attempt, cells):
 
 
 @pytest.mark.parametrize(
-    ("own", "said"),
+    ("fields", "said"),
     [
         ({"end_step": None}, "without a last checkpoint"),
         ({"end_step": 49, "saved_step": 47}, "steps 48 to 49 are lost, it resumes from step 47"),
@@ -65,12 +67,12 @@ def test_a_row_ends_with_these_cells(attempt, cells):
         ({"end_step": 47, "saved_step": 47}, "the checkpoint of step 47 has all"),
     ],
 )
-def test_a_second_signal_is_said_to_cost_steps(own, said, caplog):
-    killed = replace(interrupted("killed", exit=Exit(was_hurried=True)), **own)
+def test_a_second_signal_is_said_to_cost_steps(fields, said, caplog):
+    killed = replace(interrupted("killed", exit=Exit(was_hurried=True)), **fields)
     with caplog.at_level("INFO", "robust_train"):
         log_end(killed, GiveUp("interrupted", action="stopped"))
         log_end(replace(killed, exit=Exit()), GiveUp("interrupted", action="stopped"))
-    first, second = (one.message for one in caplog.records)
+    first, second = (record.message for record in caplog.records)
     assert first.startswith("attempt 3: stopped at once by a second signal")
     assert first.endswith(said)
     assert second == "attempt 3: stopped"
@@ -82,8 +84,8 @@ def test_the_summary_of_a_batchless_job_has_none():
 
 def test_it_fits_80_columns():
     killed = interrupted(KILLED, action="retry", ranks=2)
-    one = replace(killed, start_step=1000, end_step=12_000)
-    table = attempts_table([one, one]).splitlines()
+    attempt = replace(killed, start_step=1000, end_step=12_000)
+    table = attempts_table([attempt, attempt]).splitlines()
     assert max(map(len, table)) <= 80
     below = table[0].index("outcome")
     ending = f"{KILLED} → the same again"

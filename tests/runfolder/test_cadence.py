@@ -1,4 +1,4 @@
-"""How often checkpoints are saved; pure, but for the clocks of ranks in threads."""
+"""How often checkpoints are saved; pure, except for the clocks of ranks in threads."""
 
 import itertools
 import math
@@ -75,7 +75,7 @@ def saves_of(clock, time, *, cost, seconds, writes=lambda step: True):
 
 
 @pytest.mark.parametrize(
-    ("keys", "known", "cost", "seconds", "saves"),
+    ("keys", "earlier_cost", "cost", "seconds", "saves"),
     [
         # measured at the first two saves
         ({}, 0, 0.5, 112, [1, 10.5, 61, 111.5]),
@@ -86,9 +86,9 @@ def saves_of(clock, time, *, cost, seconds, writes=lambda step: True):
         ({"checkpoint_every_minutes": 9, "checkpoint_every_steps": 10}, 0, 0, 30, [10, 20, 30]),
     ],
 )
-def test_when_checkpoints_are_saved(time, keys, known, cost, seconds, saves):
+def test_when_checkpoints_are_saved(time, keys, earlier_cost, cost, seconds, saves):
     plan = SavePlan.of(checked(complete({"training": keys})))
-    clock = SaveClock(plan, cost=known, now=time)
+    clock = SaveClock(plan, cost=earlier_cost, now=time)
     assert saves_of(clock, time, cost=cost, seconds=seconds) == saves
 
 
@@ -112,7 +112,7 @@ def test_a_late_write_counts_for_its_own_step(time):
     time.seconds += 1  # it waits for the one before
     clock.saved(2)
     clock.copied()
-    assert not clock.is_due(5), "the one of step 4 is the last"
+    assert not clock.is_due(5), "the checkpoint of step 4 is the last"
     assert clock.spent == 1.0
 
 
@@ -191,7 +191,7 @@ def test_an_objective_is_a_number_and_no_answer(tmp_path):
     live_of(run).reports.monitor("better", "max")
     run.record("validation", {"better": True, "step": 1})
     run.record("validation", {"better": 0.5, "step": 2})
-    assert [one.value for one in sent if isinstance(one, ValueReported)] == [0.5]
+    assert [message.value for message in sent if isinstance(message, ValueReported)] == [0.5]
 
 
 def test_an_unreadable_manifest_does_not_end_training(tmp_path):

@@ -37,8 +37,8 @@ def events(path):
 @pytest.mark.parametrize("number", [9 * 10**18, 10**19])
 def test_a_number_is_read_whatever_its_sign(path, number):
     path.write_text(f'{{"a": {number}, "b": {-number}}}\n')
-    (found,) = events(path)
-    assert found == ({"a": number, "b": -number} if number < 2**63 else {"a": None, "b": None})
+    (event,) = events(path)
+    assert event == ({"a": number, "b": -number} if number < 2**63 else {"a": None, "b": None})
 
 
 @pytest.mark.parametrize("missing", [1, 20, 200])
@@ -96,14 +96,14 @@ def test_a_journal_stays_small_and_keeps_what_matters(path):
             journal.write(UserEvent(f"name-{step % 300}", {"step": step, "rank": "mine"}), 1)
     journal.write(JobEnded("failed"))
     assert path.stat().st_size < 1.25 * 1024**2
-    found = events(path)
-    kinds = {event["event"] for event in found}
+    kept = events(path)
+    kinds = {event["event"] for event in kept}
     assert kinds >= {"attempt_started", "batch_size_found", "job_ended"}
-    steps = [event["step"] for event in found if event["event"] == "progress"]
+    steps = [event["step"] for event in kept if event["event"] == "progress"]
     assert (steps[0], steps[-1]) == (0, 29_999)
     assert steps == sorted(steps)
     assert all(after - before < 2 + 0.01 * before for before, after in itertools.pairwise(steps))
-    assert [e["step"] for e in found if e["event"] == "checkpoint"][-1] == 29_990
+    assert [e["step"] for e in kept if e["event"] == "checkpoint"][-1] == 29_990
     assert attempts_in(path) == 1
 
 
@@ -130,4 +130,4 @@ def test_a_slow_disk_delays_neither_lines_nor_summary(tmp_path, monkeypatch):
     assert not waits
     Summary("failed", tmp_path, "a reason").write()
     assert waits
-    assert None not in waits, "it is there before the disk is waited for"
+    assert None not in waits, "it is written before the disk is waited for"

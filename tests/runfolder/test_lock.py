@@ -151,7 +151,7 @@ def test_torn_and_foreign_content_is_nobody_s_name(tmp_path):
     absurd = [json.dumps(name | {"since": since}).encode() for since in (1e300, 10**400)]
     for content in (b"", b"{", b"[]", b"\xff" * 5000, b'{"host": 3}', *absurd):
         (tmp_path / "lock").write_bytes(content)
-        assert read_holder(tmp_path) is None
+        assert read_holder(tmp_path) is None, content
     with pytest.raises(RunFolderUnavailableError, match="in use by another job"):
         take(tmp_path)
 

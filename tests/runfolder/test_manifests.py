@@ -1,5 +1,7 @@
-"""Which checkpoints count and which are removed; no process is started but for one that is refused
-a file."""
+"""Which checkpoints count and which are removed.
+
+The tests run in this process, except for a fork of another user, who may not read a file.
+"""
 
 import json
 import os
@@ -105,12 +107,12 @@ def test_a_clock_set_back_misleads_no_one(folder, monkeypatch):
         path = folder / name
         path.write_text("x")
         record(folder, path, None)
-        assert newest(folder) == path
+        assert newest(folder) == path, name
 
 
 @pytest.mark.parametrize("suffix", ["txt", "safetensors"])
 def test_a_damaged_end_counts_without_alternatives(folder, suffix):
-    """The end was written over in place, and there is no other checkpoint."""
+    """The end was overwritten in place, and the job has no other checkpoint."""
     last = folder / f"step-00000008.{suffix}"
     folder.mkdir()
     header = json.dumps({"w": {"dtype": "U8", "shape": [9], "data_offsets": [0, 9]}}).encode()
@@ -184,19 +186,19 @@ def test_rotation_keeps_the_newest_and_all_foreign(folder):
     """The newest whole checkpoints of this job, and all of others."""
     others = [save(folder, 900, job="theirs"), folder / "step-00000800.txt"]
     others[1].write_text("x")
-    oldest, *own = (save(folder, step) for step in (10, 20, 30))
+    oldest, *newer = (save(folder, step) for step in (10, 20, 30))
     rotate(folder, "ours", 2)
     assert not oldest.exists()
     assert not manifest_of(oldest).exists()
-    assert all(path.exists() for path in (*others, *own))
+    assert all(path.exists() for path in (*others, *newer))
     last = save(folder, 5)  # of an attempt that went further back
     rotate(folder, "ours", 1)
     assert last.exists(), "it was written last"
-    assert own[-1].exists()
+    assert newer[-1].exists()
     for step in (40, 50):
         save(folder, step).write_text("")
     rotate(folder, "ours", 1)
-    assert newest(folder) == own[-1], "a torn one does not push out a whole one"
+    assert newest(folder) == newer[-1], "a torn one does not push out a whole one"
 
 
 def test_manifests_without_checkpoints_do_not_accumulate(folder):

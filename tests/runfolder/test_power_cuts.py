@@ -120,10 +120,10 @@ def test_power_cuts_spare_the_last_reported_checkpoint(tmp_path, monkeypatch):
         run_dir = copy / "outputs" / "run"
         assert not has_summary or read_summary(run_dir) is not None, copy
         run_dir.mkdir(parents=True, exist_ok=True)
-        found = begin_job(run_dir, resume=True).checkpoint
-        reached = 0 if found is None else torch.load(found, weights_only=True)["step"]
+        checkpoint = begin_job(run_dir, resume=True).checkpoint
+        reached = 0 if checkpoint is None else torch.load(checkpoint, weights_only=True)["step"]
         assert step <= reached <= step + 1, copy
-        assert found is None or found.name == f"step-{reached:08d}.pt"
+        assert checkpoint is None or checkpoint.name == f"step-{reached:08d}.pt"
         seen.add(reached)
     assert seen == set(range(STEPS + 1))
     shutil.rmtree(copies)

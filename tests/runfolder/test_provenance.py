@@ -105,7 +105,7 @@ def test_each_form_has_its_source_and_a_token():
     assert len(sections) >= 30
     for section in sections:
         source, *forms = section.splitlines()
-        assert source.startswith("# https://")
+        assert source.startswith("# https://"), section
         for form in forms:
             assert any(re.search(form, token) for token in TOKENS), form
 

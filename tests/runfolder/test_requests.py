@@ -157,7 +157,7 @@ def test_a_taken_request_is_answered_by_the_end(tmp_path):
 
 
 def test_an_untaken_request_waits_for_another_attempt(tmp_path):
-    """If there is none, it is answered at the end of the job."""
+    """If no attempt follows, the request is answered at the end of the job."""
     with open_folder(tmp_path) as folder:
         folder.record_attempt_start(Attempt(1, SPEC))
         with pytest.raises(StillQueuedError, match=r"no step has ended within 0\.1 s"):
@@ -191,7 +191,7 @@ def test_requests_at_the_same_moment_are_all_answered(tmp_path):
 
         with ThreadPoolExecutor(6) as threads:
             asking = [threads.submit(some) for _ in range(6)]
-            while not all(one.done() for one in asking):
+            while not all(future.done() for future in asking):
                 folder.tick()
     assert len(answers) == 30
 

@@ -88,7 +88,7 @@ def test_other_values_replace_those_of_the_command():
 
 
 def interpreted(here, *words):
-    """Run an interpreter of its own, whose command line is the one that resumes."""
+    """Run a new interpreter whose command line resumes the job."""
     return subprocess.run([sys.executable, *words], cwd=here, capture_output=True, text=True)
 
 

@@ -1,6 +1,6 @@
 """``robust-train VERB`` against runs in processes of their own.
 
-The runs are real commands; the verbs are carried out in this process, but for those in a terminal.
+The runs are real commands. Verbs run in this process, except for those in a terminal.
 """
 
 import contextlib
@@ -146,7 +146,12 @@ def test_a_hanging_run_queues_the_request(host):
     host.begin("hangs_after_a_step")
     with pytest.raises(StillQueuedError, match=r"within 0.2 s; the request stays queued"):
         ask(choose_run(None), "checkpoint", wait_seconds=0.2)
-    status = wait_until(lambda: (s := host.told("status")).get("step") and s, "it reports")
+
+    def status_with_a_step():
+        status = host.told("status")
+        return status if status.get("step") else None
+
+    status = wait_until(status_with_a_step, "it reports")
     assert (status["state"], status["step"], status["total_steps"]) == ("running", 1, 10)
     assert ask(choose_run(None), "memory_info")["sentence"]
     with pytest.raises(StillQueuedError):
@@ -205,14 +210,16 @@ def listening_sockets(process):
     """Unix sockets at which a process or one of its descendants listens, and its TCP ports."""
     table = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     listening = {f"socket:[{row[6]}]" for row in table if int(row[3], 16) & 0x10000}
-    found = []
-    for one in (process, *process.children(recursive=True)):
-        for link in Path(f"/proc/{one.pid}/fd").iterdir():
+    listeners = []
+    for member in (process, *process.children(recursive=True)):
+        for link in Path(f"/proc/{member.pid}/fd").iterdir():
             with contextlib.suppress(OSError):
                 if os.readlink(link) in listening:
-                    found.append(f"{one.pid} {link}")
-        found += [str(c) for c in one.net_connections("inet") if c.status == psutil.CONN_LISTEN]
-    return found
+                    listeners.append(f"{member.pid} {link}")
+        listeners += [
+            str(c) for c in member.net_connections("inet") if c.status == psutil.CONN_LISTEN
+        ]
+    return listeners
 
 
 def test_a_job_listens_nowhere(host):

@@ -22,19 +22,19 @@ from robust_train.folder.run_list import (
 
 
 def test_only_a_single_live_run_needs_no_name(tmp_path):
-    """Of two, one has to be named."""
+    """With two runs, the command has to name the run."""
     for which in (None, "~nobody/run"):  # a user who is not there
         with pytest.raises(NoLiveRunError, match="no run of yours"):
             choose_run(which)
-    with open_folder(tmp_path / "one") as one:
-        assert choose_run(None).id == one.state.id
-        with open_folder(tmp_path / "two") as two:
+    with open_folder(tmp_path / "one") as first:
+        assert choose_run(None).id == first.state.id
+        with open_folder(tmp_path / "two") as second:
             with pytest.raises(NoLiveRunError, match="2 runs of yours") as refusal:
                 choose_run(None, command="stop")
-            for folder in (one, two):
+            for folder in (first, second):
                 assert f"\n  robust-train stop {folder.state.id}  starting" in str(refusal.value)
-            assert choose_run(two.state.id).run_dir == tmp_path / "two"
-            assert choose_run(str(tmp_path / "one" / "requests")).id == one.state.id
+            assert choose_run(second.state.id).run_dir == tmp_path / "two"
+            assert choose_run(str(tmp_path / "one" / "requests")).id == first.state.id
             with pytest.raises(NoLiveRunError, match="means 2 runs"):
                 choose_run(str(os.getpid()))
             with pytest.raises(NoLiveRunError, match="means 2 runs"):
@@ -129,8 +129,8 @@ def test_a_moved_or_linked_folder_stays_that_run(tmp_path):
         (tmp_path / "link").symlink_to(tmp_path / "after")
         for which in ("after", "link", "link/lock"):
             run = choose_run(str(tmp_path / which))
-            assert (run.id, run.run_dir) == (folder.state.id, tmp_path / "after")
-            assert run.about()["run_dir"] == str(tmp_path / "after")
+            assert (run.id, run.run_dir) == (folder.state.id, tmp_path / "after"), which
+            assert run.about()["run_dir"] == str(tmp_path / "after"), which
 
 
 def test_another_hosts_job_is_seen_and_answers(tmp_path):
@@ -213,7 +213,7 @@ def test_a_resuming_run_is_listed_at_each_moment(tmp_path, monkeypatch):
 
     def looked_at(link, missing_ok=False):
         unlink(link, missing_ok)
-        seen.append([one.resolve() for one in link.parent.iterdir()])
+        seen.append([path.resolve() for path in link.parent.iterdir()])
 
     monkeypatch.setattr(Path, "unlink", looked_at)
     register(folder, "bbbbbb")

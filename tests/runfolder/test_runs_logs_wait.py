@@ -22,14 +22,14 @@ def test_cleaning_removes_only_old_files_of_jobs(tmp_path, says):
     """What is not the job's stays."""
     for name, status in (("a", "completed"), ("b", "failed"), ("mine", "completed")):
         ended(tmp_path / name, name, status)
-    own = tmp_path / "mine" / "thesis.tex"
-    own.touch()
-    os.utime(own, (0, 0))
+    thesis = tmp_path / "mine" / "thesis.tex"
+    thesis.touch()
+    os.utime(thesis, (0, 0))
     assert "30 days ago" in says("rm").out
     assert "--yes" in says("rm", "--days", 0, code=2).err
     answer = json.loads(says("rm", "--days", 0, "--yes", "--json").out)
     assert [run["run_dir"] for run in answer["runs"]] == [str(tmp_path / "a")]
-    assert answer["kept"] == [f"{own.parent} stays: {own} is older than the job"]
+    assert answer["kept"] == [f"{thesis.parent} stays: {thesis} is older than the job"]
     assert [(tmp_path / name).exists() for name in ("a", "b", "mine")] == [False, True, True]
     says("rm", "--days", 0, "--yes", "--all")
     assert [(tmp_path / name).exists() for name in ("b", "mine")] == [False, True]
@@ -103,9 +103,9 @@ def test_a_sweeps_name_is_always_its_folder(tmp_path, says):
     (sweep / "1" / "attempt-1.log").write_text("its output\n")
     for which in (sweep, sweep / "sweep.json"):
         shown = says("status", which).out
-        assert shown.startswith(f"{sweep}: died\n")
+        assert shown.startswith(f"{sweep}: died\n"), which
         assert f"to continue: robust-train resume {sweep}" in shown
-        assert [line.split()[-1] for line in shown.splitlines()[2:4]] == ["lr=0", "lr=1"]
+        assert [line.split()[-1] for line in shown.splitlines()[2:4]] == ["lr=0", "lr=1"], which
         assert says("wait", which, code=1).out.startswith(f"{sweep}: died")
     assert says("logs", sweep).out == "its output\n"
     assert jobs[1] in says("stop", sweep / "1", code=1).err

@@ -67,9 +67,9 @@ def test_state_can_be_read_as_written(tmp_path):
     kept = StateFile(tmp_path, STATE)
     kept.update(lambda state: replace(state, attempt=Attempt(1, SPEC)))
     kept.update(lambda state: state.after(CheckpointSaved("/c", 1)))
-    found = read_state(tmp_path)
-    assert found.attempt == replace(Attempt(1, SPEC), checkpoint="/c", saves=0)
-    assert (found.checkpoint, found.since) == ("/c", STATE.since)
+    read_back = read_state(tmp_path)
+    assert read_back.attempt == replace(Attempt(1, SPEC), checkpoint="/c", saves=0)
+    assert (read_back.checkpoint, read_back.since) == ("/c", STATE.since)
     assert json.loads((tmp_path / "state.json").read_text())["schema"] == 2
     kept.write_if_due()
     written = os.stat(tmp_path / "state.json").st_ino
@@ -127,8 +127,8 @@ def test_a_state_with_any_message_is_readable(tmp_path):
 
 
 def test_control_characters_do_not_reach_a_terminal():
-    found = RunState.read(with_values(name="a\x1b[2Jb", waiting={"reason": "\n"}))
-    assert (found.name, found.waiting) == ("a?[2Jb", {"reason": "?"})
+    state = RunState.read(with_values(name="a\x1b[2Jb", waiting={"reason": "\n"}))
+    assert (state.name, state.waiting) == ("a?[2Jb", {"reason": "?"})
 
 
 def test_a_disk_that_takes_nothing_costs_one_warning(tmp_path, caplog):

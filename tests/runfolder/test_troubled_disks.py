@@ -65,7 +65,7 @@ def test_an_owed_manifest_replaces_an_older_checkpoint(tmp_path):
         while os.statvfs(run_dir).f_ffree > 1:
             (run_dir / f"filler-{os.statvfs(run_dir).f_ffree}").touch()
         folder.save({"step": 3}, 3)
-        listed = [one.step for one in read_manifests(folder.path)]
+        listed = [manifest.step for manifest in read_manifests(folder.path)]
         assert sorted(listed) == [2, 3]
         assert begin_job(run_dir, resume=True).checkpoint == folder.path / "step-00000003.pt"
 
@@ -95,10 +95,12 @@ def test_what_stays_unreadable_becomes_an_error(number, kind):
         raise OSError(number, os.strerror(number), "/runs/a")
 
     paused = []
-    with pytest.raises(ConfigError) as found:
+    with pytest.raises(ConfigError) as refused:
         wait_until_readable(read, sleep=paused.append)
-    assert type(found.value) is kind, "what may pass by itself is no mistake of the configuration"
-    (line,) = str(found.value).splitlines()
+    assert type(refused.value) is kind, (
+        "a fault that may pass is not a mistake in the configuration"
+    )
+    (line,) = str(refused.value).splitlines()
     assert f"/runs/a: cannot be read now ({os.strerror(number)})" in line
     assert paused == sorted(paused)
     assert 50 <= sum(paused) <= 70

@@ -17,7 +17,7 @@ STEP = "samples/s while training, 0.2 s a step (median; 95 %: 0.3 s)"
 
 
 def alone(*seconds, **more):
-    """Ranks that compute for so long in a step until they meet."""
+    """Ranks that compute this long in a step until they meet."""
     pairs = enumerate(seconds)
     return [replace(FAST, rank=rank, seconds_alone_per_step=s, **more) for rank, s in pairs]
 
@@ -43,8 +43,8 @@ SLOW = "rank 2 is slow: 0.3 s a step until the ranks meet, the others 0.2 s"
 def test_known_costs_are_named_with_their_remedy(ranks, said):
     """Only large costs are named."""
     attempt = built(Attempt, 1, built(AttemptSpec, (), 4, 1, num_workers=2), speed=tuple(ranks))
-    found = tuple(speed_advice([attempt]))
-    assert found == () if said is None else said in found[0]
+    advice = tuple(speed_advice([attempt]))
+    assert advice == () if said is None else said in advice[0]
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ class Clock:
         return self.now
 
     def queue(self, seconds):
-        """Have the GPU compute for so long, without waiting for it."""
+        """Keep the GPU busy for this long, without waiting for it."""
         self.gpu_free_at = max(self.gpu_free_at, self.now) + seconds
 
     def synchronize(self):
@@ -109,9 +109,9 @@ def test_the_share_of_waiting_for_data(clock, explicit):
         clock.now += 0.1
         meter.step_done(step)
     speed = meter.speed()
-    known, unknown = ("data_share", "between_share")[:: 1 if explicit else -1]
-    assert getattr(speed, known) == pytest.approx(0.75, rel=0.02)
-    assert getattr(speed, unknown) is None
+    measured, missing = ("data_share", "between_share")[:: 1 if explicit else -1]
+    assert getattr(speed, measured) == pytest.approx(0.75, rel=0.02)
+    assert getattr(speed, missing) is None
     assert speed.samples_per_second == pytest.approx(8 / 0.4, rel=0.05)
 
 

@@ -136,7 +136,7 @@ class Browser:
         return json.loads(message)
 
     def open(self, path: Path, *, width: int, dark: bool = False, script: bool = True) -> Page:
-        """Show a file in a window of so many pixels."""
+        """Show a file in a window of this size, in pixels."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         page = Page(self, session, target)
@@ -163,7 +163,7 @@ class Page:
         return self._browser.call(method, self._session, **parameters)
 
     def load(self, uri: str) -> None:
-        """Go to an address and wait until all of it is there."""
+        """Go to an address and wait until the page is complete."""
         self.uri = uri
         before = len(self._of("Page.loadEventFired"))
         self.call("Page.navigate", url=uri)

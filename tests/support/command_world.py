@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import warm
-from world import Ended, World, is_running, wait_until
+from world import Ended, World, is_running, wait_for_text, wait_until
 
 SCRIPTS = Path(__file__).parents[1] / "command" / "scripts"
 
@@ -44,7 +44,7 @@ class CommandWorld:
 
     def started_script(self, file: Path) -> int:
         """Wait until a script has written its process id to ``file``."""
-        return int(wait_until(lambda: file.is_file() and file.read_text().strip(), "it is at work"))
+        return int(wait_for_text(file, "it is at work"))
 
 
 def all_gone(pids: list[int]) -> None:

@@ -53,7 +53,7 @@ def fails_by_script_beside_torch(cfg, run):
 
 
 def fails_by_script_when_told(cfg, run):
-    """The same, once the go file is there; the launcher sees memory change before it."""
+    """Fail by the script once the go file exists; the launcher sees memory change before that."""
     if run.attempt == 1:
         Path(os.environ["ATTEMPTS_FILE"]).touch()
         waits_for_the_go()

@@ -18,7 +18,7 @@ class AcceleratorError(RuntimeError):
 class FakeCuda:
     """Two GPUs; the process holds 3 GiB on the second, though the first is the current one.
 
-    Calls that make a context where there is none are noted in ``contexts``.
+    A call that creates a missing context is noted in ``contexts``.
     """
 
     def __init__(self, *, is_broken=False, pool=OWN, is_integrated=0):

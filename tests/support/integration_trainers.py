@@ -19,11 +19,11 @@ def example(cfg, run):
 
 
 def limited(cfg, run):
-    """From a given step on there are seven tenths of the memory that the first attempt's steps
-    before it have needed, in each attempt anew; of several ranks the second has.
+    """Limit the memory from a given step on to 7/10 of the need of the first attempt's steps.
 
-    A step needs what it holds above its own start. What comes once and stays (the stack of a
-    thread that starts meanwhile) is in one step only, so the smallest need counts.
+    Each attempt gets this limit; with several ranks, rank 1 gets it. The need of a step is what it
+    holds above its start. Memory that is taken once and stays (the stack of a thread that starts
+    during a step) counts in that step only, so the smallest need is the measure.
     """
     if run.world_size > 1 and run.rank != 1:
         return example(cfg, run)

@@ -47,7 +47,7 @@ class Journal:
         self.attempts: dict[int, Attempt] = {}
 
     def __call__(self, seconds: float, event: Event, attempt: int | None = None) -> None:
-        """Write what happened so many seconds after what was before it."""
+        """Write an event that happens ``seconds`` seconds after the event before it."""
         self.at += seconds
         if attempt in self.attempts:
             self.attempts[attempt] = self.attempts[attempt].after(event)

@@ -48,7 +48,7 @@ def meets_the_other(cfg):
 
 
 def ends_in_reverse_order(cfg):
-    """Of jobs 1, 2, 3 … ``SWEEP_JOBS``, each ends after the one behind it."""
+    """Each of the jobs 1, 2, 3 … ``SWEEP_JOBS`` ends after the next job."""
     number = cfg.seed
     if number < int(os.environ["SWEEP_JOBS"]):
         _wait_for(f"ended-{number + 1}")
@@ -98,7 +98,7 @@ def never_stops(cfg):
 
 
 def first_waits_for_the_third(cfg, run):
-    """Of jobs 0, 1 and 2, 0 ends after 2."""
+    """Job 0 ends after job 2 has begun."""
     number = _here(int(run.run_dir.name))
     if number == 0:
         _wait_for("here-2")

@@ -23,7 +23,7 @@ class SweepWorld:
         world.environ["PYTHONPATH"] += f":{SUPPORT / 'sweeper_plugin'}"
 
     def arguments(self, trainer: str, *more: str, n_jobs: int | None = 2) -> list[str]:
-        """Of a sweep under our launcher; attempts in the jobs' own processes start soonest.
+        """The arguments of a sweep under our launcher.
 
         ``trainer`` is one of :mod:`sweep_trainers`, or a dotted path.
         """

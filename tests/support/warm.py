@@ -462,7 +462,7 @@ def _use_huge_pages() -> None:
 
 
 def _run_and_exit() -> NoReturn:
-    """Run the command, and exit as its interpreter would but for taking large libraries down."""
+    """Run the command, and exit like its interpreter, but do not tear large libraries down."""
     code: object = 0
     try:
         if sys.argv[0] == "-m":

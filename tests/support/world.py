@@ -42,6 +42,11 @@ def wait_until(condition: Callable[[], Any], what: str, timeout_seconds: float =
     raise AssertionError(f"never happened: {what}")
 
 
+def wait_for_text(file: Path, what: str) -> str:
+    """Wait until ``file`` has text, and return the text."""
+    return str(wait_until(lambda: file.is_file() and file.read_text(), what))
+
+
 def is_running(pid: int) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE

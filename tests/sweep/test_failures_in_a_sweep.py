@@ -11,7 +11,10 @@ OTHERS = ("joblib", "submitit_local")
 
 
 @pytest.fixture(
-    params=["gpu_queue", *(pytest.param(one, marks=pytest.mark.slow) for one in ("basic", *OTHERS))]
+    params=[
+        "gpu_queue",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("basic", *OTHERS)),
+    ]
 )
 def launcher(request, world):
     if request.param in OTHERS:

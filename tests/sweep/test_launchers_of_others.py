@@ -76,7 +76,7 @@ def test_ray_gives_each_job_a_gpu(sweeps, cuda_machine_with):
     """The job stays inside."""
     pytest.importorskip("hydra_plugins.hydra_ray_launcher", reason="the extra [ray]")
     sweeps.world.with_environ(cuda_machine_with(Gpu(), Gpu()).environ)
-    of_ray = (f"+hydra.launcher.ray.init.{one}" for one in RAY)
+    of_ray = (f"+hydra.launcher.ray.init.{option}" for option in RAY)
     launcher = ("isolation=process", "hydra/launcher=robust_ray", *of_ray)
     arguments = sweeps.arguments("meets_the_other", "seed=1,2", *launcher)
     ended = sweeps.world.run(*arguments, code=0)

@@ -41,18 +41,18 @@ def test_the_limit_stays_between_one_and_the_room(least, looks):
     packing = Packing(least, least)
     for look in looks:
         after = packing.after(look)
-        assert after.limit >= least
+        assert after.limit >= least, look
         added = after.limit - packing.limit
         assert added <= max(min(look.room, least), 0)
         if look.waiting or not look.measured:
-            assert after == packing
+            assert after == packing, look
         packing = after
 
 
 @settings(max_examples=60, deadline=None)
 @given(LEAST, st.integers(1, 6))
 def test_jobs_are_added_until_gpus_are_saturated(least, useful):
-    """With GPUs that are busy with so many jobs each, at most one more on each was tried."""
+    """GPUs with this many jobs each, to which at most one more job was added."""
     full = least * useful
     assert packed(least, lambda count: 100.0 * min(count, full)) == full
 

@@ -12,8 +12,8 @@ from robust_train.sweep.record import SweepJob, SweepTable
 
 
 def charts_of(page):
-    found = re.findall(r'<script type="application/json">(.*?)</script>', page)
-    return [json.loads(data) for data in found]
+    scripts = re.findall(r'<script type="application/json">(.*?)</script>', page)
+    return [json.loads(data) for data in scripts]
 
 
 def test_gpu_hours_include_all_launches(tmp_path):
@@ -24,9 +24,9 @@ def test_gpu_hours_include_all_launches(tmp_path):
     for number, (status, seconds, value) in enumerate((*ends, ("failed", 3600, 0.1))):
         folder = tmp_path / str(number)
         folder.mkdir()
-        own = (f"training.lr={number // 2}", f"seed={number % 2}", "model=cnn")
+        overrides = (f"training.lr={number // 2}", f"seed={number % 2}", "model=cnn")
         code = int(status == "failed")
-        record = SweepJob(number, own, "id", status, code, reason="why")
+        record = SweepJob(number, overrides, "id", status, code, reason="why")
         replace(record, result=value if status == "completed" else None).write(folder)
         journal = Journal(folder)
         journal(0, STARTED)

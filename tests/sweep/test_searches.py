@@ -76,7 +76,7 @@ def test_a_killed_search_resumes_its_study(sweeps):
 @pytest.mark.usefixtures("alone")
 def test_ten_kills_at_random_change_nothing(sweeps):
     """Serially, so that a seeded sampler sees the same results before each trial."""
-    found, rng = [], random.Random(7)
+    trials, rng = [], random.Random(7)
     for kills in (0, 10):
         sweeps.folder = sweeps.world.folder / f"killed-{kills}"
         arguments = _arguments(sweeps, "counts_to_20", 6, "max_launches=0")
@@ -88,9 +88,9 @@ def test_ten_kills_at_random_change_nothing(sweeps):
             launcher.communicate()
         sweeps.world.run(*arguments).with_code(0)
         assert sweeps.column("status") == ["completed"] * 6
-        found.append([(trial.params, trial.value) for trial in _study(sweeps)])
-        assert len(found[-1]) == 6, "as many as asked"
-    assert found[0] == found[1]
+        trials.append([(trial.params, trial.value) for trial in _study(sweeps)])
+        assert len(trials[-1]) == 6, "as many as asked"
+    assert trials[0] == trials[1]
 
 
 def test_sweep_patience_stops_jobs_that_are_behind(sweeps):
@@ -235,9 +235,7 @@ def test_the_search_space_has_hydras_syntax(override, expected):
 
 
 def test_a_pruned_trial_leaves_a_checkpoint(sweeps):
-    """The search has a best. Values are drawn by a seed: later ones are worse than the first,
-    which all come to know.
-    """
+    """The search has a best trial: a seed draws the values, and those after the first are worse."""
     pruner = ("hydra/sweeper/pruner=median", "hydra.sweeper.pruner.n_startup_trials=1")
     arguments = _arguments(sweeps, "reports_its_rate", 5, *pruner)
     sweeps.world.run(*arguments, code=0)
@@ -246,8 +244,8 @@ def test_a_pruned_trial_leaves_a_checkpoint(sweeps):
     assert pruned
     for number in pruned:
         state = json.loads((sweeps.folder / str(number) / "state.json").read_text())
-        assert (state["state"], state["exit_code"]) == ("pruned", 0)
-        assert state["checkpoint_step"] < 40
+        assert (state["state"], state["exit_code"]) == ("pruned", 0), number
+        assert state["checkpoint_step"] < 40, number
         assert "(MedianPruner)" in sweeps.jobs[number]["reason"]
     assert trials[0].state.name == "COMPLETE"
     assert trials[0].intermediate_values[40] == trials[0].value
@@ -283,7 +281,7 @@ def test_a_search_reports_changed_and_unreadable_files(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    ("own", "others", "behind"),
+    ("of_job", "others", "behind"),
     [
         ([1, 1, 1], [[2, 2, 2]], True),
         ([1, 1], [[2, 2]], False),
@@ -294,12 +292,12 @@ def test_a_search_reports_changed_and_unreadable_files(tmp_path, caplog):
         ([1, 1, 1], [], False),
     ],
 )
-def test_who_is_out_of_patience(own, others, behind):
-    for sign, mode in ((1, "max"), (-1, "min")):
-        reports = Reports(mode)
-        for job, values in enumerate([own, *others]):
-            reports.values[job] = {at: sign * value for at, value in enumerate(values)}
-        assert reports.is_behind(0, 3) is behind
+@pytest.mark.parametrize(("sign", "mode"), [(1, "max"), (-1, "min")])
+def test_who_is_out_of_patience(of_job, others, behind, sign, mode):
+    reports = Reports(mode)
+    for job, values in enumerate([of_job, *others]):
+        reports.values[job] = {at: sign * value for at, value in enumerate(values)}
+    assert reports.is_behind(0, 3) is behind
 
 
 @pytest.mark.parametrize(

@@ -78,12 +78,12 @@ PRUNED = replace(DONE, status="pruned")
     ],
 )
 def test_a_jobs_folder_decides_what_happens_next(earlier, overrides, sweep, resume, starts):
-    own = SweepJob(3, tuple(overrides), sweep)
-    record, stays = start_record(own, earlier, resume=resume)
+    expected = SweepJob(3, tuple(overrides), sweep)
+    record, stays = start_record(expected, earlier, resume=resume)
     assert stays is (starts != "afresh")
     if starts == "reused":
-        own = replace(own, status=earlier.status, exit_code=0, result=0.5, reused=True)
-    assert record == own
+        expected = replace(expected, status=earlier.status, exit_code=0, result=0.5, reused=True)
+    assert record == expected
 
 
 @pytest.mark.parametrize(
@@ -119,9 +119,9 @@ def test_a_hanging_driver_does_not_delay_a_sweep(machine_with):
     machine = machine_with(Gpu(), Gpu())
     for expected, hint in (("2 []", False), ("0 []", True)):
         words, env = [sys.executable, "-c", COUNT], {**os.environ, **machine.environ}
-        found = subprocess.run(words, env=env, capture_output=True, text=True)
-        assert found.stdout.strip() == expected, found.stderr
-        assert ("hydra.launcher.n_jobs" in found.stderr) is hint
+        ended = subprocess.run(words, env=env, capture_output=True, text=True)
+        assert ended.stdout.strip() == expected, ended.stderr
+        assert ("hydra.launcher.n_jobs" in ended.stderr) is hint
         machine.hang("nvmlInit")
 
 
@@ -143,7 +143,7 @@ def test_a_forwarded_signal_counts_once(watched, first_forwarded):
         os.kill(os.getpid(), signum)
     assert received == [signal.SIGTERM]
     os.kill(os.getpid(), signal.SIGTERM)
-    assert received == [signal.SIGTERM] * 2, "a second one of its own is impatience"
+    assert received == [signal.SIGTERM] * 2, "a second signal by itself means impatience"
 
 
 @pytest.mark.parametrize("ends_it", [None, signal.SIGTERM, signal_to_forward(signal.SIGTERM)])
@@ -171,7 +171,7 @@ def test_a_forwarded_signal_ends_a_pause_once(watched, first_forwarded):
         os.kill(os.getpid(), signum)
     assert received == [signal.SIGTERM], "it is stopping already"
     os.kill(os.getpid(), signal.SIGINT)
-    assert received == [signal.SIGTERM, signal.SIGINT], "a second one of its own is impatience"
+    assert received == [signal.SIGTERM, signal.SIGINT], "a second signal by itself means impatience"
 
 
 def test_nothing_stops_a_job_in_a_thread(watched):
@@ -250,9 +250,9 @@ def test_the_first_failed_job_gives_the_code(ends, code):
 )
 def test_a_job_known_only_by_its_process_ends(tmp_path, returncode, status, exit_code, reason):
     """Its end is known although nothing but its process is."""
-    found = build_row(RECORD, tmp_path, returncode)
-    assert (found.status, found.exit_code) == (status, exit_code)
-    assert reason is None or reason in found.reason
+    row = build_row(RECORD, tmp_path, returncode)
+    assert (row.status, row.exit_code) == (status, exit_code)
+    assert reason is None or reason in row.reason
 
 
 def test_ignored_sigchld_hides_no_exit_code(tmp_path):
@@ -295,10 +295,10 @@ def test_terminals_never_obey_errors_or_overrides():
 
 
 def test_a_result_of_nan_has_no_rank():
-    known = {True: 1.0, "0.5": 0.5, 10**300: 1e300}
-    for result in (*known, 10**400, None, math.inf, "-inf", math.nan, [1], "good"):
+    numbers = {True: 1.0, "0.5": 0.5, 10**300: 1e300}
+    for result in (*numbers, 10**400, None, math.inf, "-inf", math.nan, [1], "good"):
         row = replace(DONE, result=result)
-        value = None if isinstance(result, list) else known.get(result)
+        value = None if isinstance(result, list) else numbers.get(result)
         assert row.value == value, result
         assert (row.why is None) == (value is not None), result
         assert best_first(SweepTable("id", "basic", jobs=(row, replace(DONE, job=1)), repeat=2))

@@ -63,10 +63,10 @@ def data(samples, seed):
     return x, x.sum(dim=1, keepdim=True)
 
 
-def train(batcher, net, rank=0, ranks=RANKS, *, own=False):
+def train(batcher, net, rank=0, ranks=RANKS, *, uses_extra=False):
     """Three steps; returns losses and how often each step was repeated.
 
-    With ``own`` the first rank uses a parameter that no other does.
+    With ``uses_extra`` the first rank uses a parameter that no other does.
     """
     model = net if ranks == 1 else DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
@@ -82,7 +82,7 @@ def train(batcher, net, rank=0, ranks=RANKS, *, own=False):
             inputs, wanted = batch
             sizes.append(len(inputs))
             loss = mse_loss(model(inputs), wanted)
-            if own and rank == 0:
+            if uses_extra and rank == 0:
                 loss = loss + net.only_of_first.sum()
             return loss.reshape(1), sizes[-1]
 
@@ -97,11 +97,11 @@ def train(batcher, net, rank=0, ranks=RANKS, *, own=False):
 def is_as_alone(net):
     """Assert that it learned what one process did, and is the same on all ranks."""
     for name in ("first", "last"):
-        one, other = getattr(net, name).weight, getattr(ALONE, name).weight
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+        weight, other = getattr(net, name).weight, getattr(ALONE, name).weight
+        torch.testing.assert_close(weight, other, rtol=0, atol=1e-6)
     assert net.unused.grad is None, "an optimizer would decay what nobody uses"
     seen = of_all_ranks([*net.mean.tolist(), net.only_of_first.item()])
-    assert all(one == seen[0] for one in seen)
+    assert all(value == seen[0] for value in seen)
 
 
 def ranks_train_as_one_process_does(rank):
@@ -115,7 +115,7 @@ def memory_that_runs_out_on_one_rank_splits_the_step_of_all(rank):
     batcher, net = MicroBatcher(), Net()
     if rank == 1:
         limit_growth(3 * MIB)
-    _, repeats = train(batcher, net, rank, own=True)
+    _, repeats = train(batcher, net, rank, uses_extra=True)
     lift_limit()
     is_as_alone(net)
     assert net.only_of_first.item() != 1.0
@@ -211,8 +211,8 @@ def wrapped(how, said, rank):
     for start in range(0, 16, 2):
         share = slice(start, start + 2)
         (mse_loss(net(x[share]), y[share]) / 8).backward()
-    for one, other in zip(gradients, net.parameters(), strict=True):
-        torch.testing.assert_close(one, other.grad, rtol=0, atol=1e-6, msg=how)
+    for gradient, other in zip(gradients, net.parameters(), strict=True):
+        torch.testing.assert_close(gradient, other.grad, rtol=0, atol=1e-6, msg=how)
 
 
 def ddp_is_found_at_any_depth_or_refused(rank):
@@ -292,8 +292,8 @@ def a_rank_that_is_alone_repeats_a_step_of_a_wrapped_model(rank):
             gradients.append(
                 [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in net.parameters()]
             )
-        for one, other in zip(*gradients, strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+        for gradient, other in zip(*gradients, strict=True):
+            torch.testing.assert_close(gradient, other, rtol=0, atol=1e-6)
 
 
 def be_rank(rank, folder):
@@ -345,14 +345,14 @@ def built_in(folder, rank, ranks, resume, stop_at, *more):
         result = training_world.train(cfg, run)
     return {
         "result": result,
-        "saved": [one["path"] for one in run.of("checkpoint")],
-        "changed": [one["after"] for one in run.of("micro_batch_changed")],
+        "saved": [event["path"] for event in run.of("checkpoint")],
+        "changed": [event["after"] for event in run.of("micro_batch_changed")],
         "epochs": run.of("epoch"),
     }
 
 
 def attempt(folder, ranks, *more, resume=None, stop_at=None):
-    """An attempt of the built-in trainer with so many ranks, set up as the launcher does."""
+    """An attempt of the built-in trainer with ``ranks`` ranks, set up like the launcher does."""
     return of_ranks(ranks, lambda rank: built_in(folder, rank, ranks, resume, stop_at, *more))
 
 
@@ -379,7 +379,7 @@ def main():
     ranks = of_forks(RANKS, lambda rank: be_rank(rank, folder))
     alone = of_forks(1, lambda rank: be_alone(rank))
     write_image_folder(folder / "images", per_class=16)
-    one = attempt(folder / "one", 1)
+    single = attempt(folder / "one", 1)
     first = attempt(folder / "several", 2, stop_at=1)
     saved = Path(first[0]["saved"][-1])
     rest = attempt(folder / "several", 4, resume=saved)
@@ -387,7 +387,7 @@ def main():
     seen = {
         "ranks": ranks,
         "alone": alone,
-        "one": one,
+        "one": single,
         "first": first,
         "rest": rest,
         "other disk": other_disk,

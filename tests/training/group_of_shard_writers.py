@@ -51,14 +51,14 @@ class Job:
 
     def content(self, step):
         model, optimizer = self.model.state_dict(), self.optimizer.state_dict()
-        own = {"step": step, "model": model, "optimizer": optimizer, "nested": [(step,)]}
+        state = {"step": step, "model": model, "optimizer": optimizer, "nested": [(step,)]}
         # shards with one name, of a net that has an average and of one that is called so
-        return own | {"net": {"ema.a": model["0.weight"]}, "net.ema": {"a": model["2.weight"]}}
+        return state | {"net": {"ema.a": model["0.weight"]}, "net.ema": {"a": model["2.weight"]}}
 
     def read(self, path):
         share = create_shard_loader(self.model, self.optimizer)
-        found = read_newest(path, ["step"], share=share, gather=of_all_ranks)
-        return None if found is None else (found[0].name, found[1]["step"])
+        newest = read_newest(path, ["step"], share=share, gather=of_all_ranks)
+        return None if newest is None else (newest[0].name, newest[1]["step"])
 
 
 def sums(content):
@@ -79,13 +79,13 @@ def read_alone(path):
 
 def names(folder):
     dist.barrier()
-    found = sorted(item.name for item in folder.path.iterdir()) if folder.path.exists() else []
+    listing = sorted(item.name for item in folder.path.iterdir()) if folder.path.exists() else []
     dist.barrier()
-    return found
+    return listing
 
 
 def listed(*folders):
-    return sorted(name for one in folders for name in (one, f"{one}.manifest.json"))
+    return sorted(name for folder in folders for name in (folder, f"{folder}.manifest.json"))
 
 
 def each_rank_writes_its_shards_while_training_goes_on(run_dir):
@@ -97,23 +97,23 @@ def each_rank_writes_its_shards_while_training_goes_on(run_dir):
     early = newest_checkpoint(job.folder.path, "")
     job.folder.report_written(wait=True)
     path = job.folder.path / "step-00000001"
-    _, own = read_newest(
+    _, restored = read_newest(
         path, share=create_shard_loader(job.model, job.optimizer), gather=of_all_ranks
     )
     alone = read_alone(path)
     assert early is None, "it is reported between two steps"
     assert names(job.folder) == listed("step-00000001")
-    assert sums(job.content(1)) != before, "it was trained meanwhile"
-    assert sums(own) == before
+    assert sums(job.content(1)) != before, "it was trained in the meantime"
+    assert sums(restored) == before
     assert alone is None or sums(alone[1]) == before
-    assert own["nested"] == [(1,)]
-    first, last = (_whole(own["model"][name]) for name in ("0.weight", "2.weight"))
-    for found in (own, own if alone is None else alone[1]):
-        assert torch.equal(found["net"]["ema.a"], first)
-        assert torch.equal(found["net.ema"]["a"], last)
-    assert own["model"]["0.weight"].to_local().shape[0] == 1500
+    assert restored["nested"] == [(1,)]
+    first, last = (_whole(restored["model"][name]) for name in ("0.weight", "2.weight"))
+    for copy in (restored, restored if alone is None else alone[1]):
+        assert torch.equal(copy["net"]["ema.a"], first)
+        assert torch.equal(copy["net.ema"]["a"], last)
+    assert restored["model"]["0.weight"].to_local().shape[0] == 1500
     shards = {"__0_0.distcp", "__1_0.distcp"}
-    assert {one.name for one in path.iterdir()} == {".metadata", "index.pt", "values.pt", *shards}
+    assert {file.name for file in path.iterdir()} == {".metadata", "index.pt", "values.pt", *shards}
 
 
 def a_rank_without_memory_for_a_copy_writes_before_it_trains_on(run_dir):
@@ -129,7 +129,7 @@ def a_checkpoint_of_the_same_step_replaces_none(run_dir):
     for step in (1, 1):
         job.folder.save(job.content(step), step)
     dist.barrier()
-    twice = [one.path.name for one in of_job(job.folder.path, "")]
+    twice = [manifest.path.name for manifest in of_job(job.folder.path, "")]
     job.folder.save(job.content(2), 2)
     assert names(job.folder) == listed("step-00000001-again", "step-00000002")
     assert twice == ["step-00000001", "step-00000001-again"]
@@ -216,10 +216,10 @@ def a_damaged_folder_is_passed_over_on_all_ranks(run_dir):
             shutil.rmtree(path)
             shutil.copytree(whole, path)
     dist.barrier()
-    for name, found in seen.items():
+    for name, answer in seen.items():
         step = 2 if name == "none" else 1
         folder = f"step-0000000{step}"
-        assert found == [(folder, step), folder if is_first else None], (name, found)
+        assert answer == [(folder, step), folder if is_first else None], (name, answer)
 
 
 def shown_late(path):
@@ -228,10 +228,10 @@ def shown_late(path):
     elsewhere = path.parent.with_name("elsewhere")
 
     def gather(value):
-        found = of_all_ranks(value)
+        values = of_all_ranks(value)
         if dist.get_rank() and not elsewhere.exists():
             elsewhere.symlink_to(path.parent)
-        return found
+        return values
 
     return elsewhere / path.name if dist.get_rank() else path, gather
 
@@ -270,17 +270,17 @@ def shards_are_read_from_a_file_of_whole_tensors(run_dir):
     if dist.get_rank() == 0:
         live_of(Run(run_dir=run_dir)).saves.folder(1).save(content, 1)
     dist.barrier()
-    _, found = read_newest(
+    _, restored = read_newest(
         path, share=create_shard_loader(job.model, job.optimizer), gather=of_all_ranks
     )
     held = []
 
     def hold(name, tensor):
-        own = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        held.append(own.untyped_storage().nbytes())
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        held.append(local.untyped_storage().nbytes())
 
-    map_tensors(hold, found)
-    assert sums(found) == before
+    map_tensors(hold, restored)
+    assert sums(restored) == before
     assert sum(held) < 0.7 * path.stat().st_size
 
 
@@ -291,9 +291,13 @@ def killed(run_dir):
     dist.barrier()
     if dist.get_rank() == 0:
         rename = Path.rename
-        Path.rename = lambda path, new: (
-            os.kill(os.getpid(), signal.SIGKILL) if path.is_dir() else rename(path, new)
-        )
+
+        def die_at_a_folder(path, new):
+            if path.is_dir():
+                os.kill(os.getpid(), signal.SIGKILL)
+            return rename(path, new)
+
+        Path.rename = die_at_a_folder
     try:
         job.folder.save(job.content(2), 2)
     except RuntimeError as error:  # as of any lost connection

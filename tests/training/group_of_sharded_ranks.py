@@ -143,14 +143,14 @@ def backward_of_one(model):
 
 
 def worst_gradient(model):
-    one = network()
-    backward_of_one(one)
-    return furthest(model, one)
+    reference = network()
+    backward_of_one(reference)
+    return furthest(model, reference)
 
 
-def furthest(model, one):
+def furthest(model, reference):
     """How far a sharded model's gradients are from those of another one."""
-    pairs = zip(model.parameters(), one.parameters(), strict=True)
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
     return max((a.grad.full_tensor() - b.grad).abs().max().item() for a, b in pairs)
 
 
@@ -192,16 +192,18 @@ def sharded_as(mesh, kind):
 def clipped_gradients_of_adamws_steps_are_those_of_one_process(rank, mesh):
     """The step in which memory runs out and those after it included."""
     for kind in ("plain", "checkpointing"):
-        model, one = sharded_as(mesh, kind), network()
-        optimizers = [torch.optim.AdamW(net.parameters(), 1e-2, eps=1e-4) for net in (model, one)]
+        model, reference = sharded_as(mesh, kind), network()
+        optimizers = [
+            torch.optim.AdamW(net.parameters(), 1e-2, eps=1e-4) for net in (model, reference)
+        ]
         batcher = MicroBatcher(batch_size=4)
         for number in range(3):
             model[2].fuse.bomb = "backward" if rank == 1 and number == 1 else None
             assert step(batcher, model, SHARES[rank])[1] == (number == 1), kind
-            backward_of_one(one)
-            for net in (model, one):
+            backward_of_one(reference)
+            for net in (model, reference):
                 nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-            assert furthest(model, one) < 1e-6, kind
+            assert furthest(model, reference) < 1e-6, kind
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -293,9 +295,9 @@ def refused(model):
 
 
 def refusals(mesh):
-    own, other = sharded(mesh), network()
-    own[1].set_custom_all_gather(DefaultAllGather())
-    own[2].set_custom_all_gather(OwnAllGather())
+    custom, other = sharded(mesh), network()
+    custom[1].set_custom_all_gather(DefaultAllGather())
+    custom[2].set_custom_all_gather(OwnAllGather())
     fully_shard(other[1], mesh=mesh)
     both = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shards"))
     hybrid = fully_shard(network(), mesh=both)
@@ -304,7 +306,7 @@ def refusals(mesh):
     fully_shard(skips[1], mesh=mesh)
     fully_shard(skips, mesh=mesh)
     models = {
-        "own": own,
+        "own": custom,
         "in part": other,
         "hybrid": hybrid,
         "beside": beside,
@@ -379,17 +381,17 @@ def a_rank_whose_samples_have_no_items_adds_nothing(rank, mesh):
     x, y = data()
     mask = torch.full((13,), 1.0 - rank)
 
-    model, one, mine = sharded(mesh), network(), SHARES[rank]
+    model, reference, mine = sharded(mesh), network(), SHARES[rank]
     share = x[mine], y[mine], mask[mine]
     with Lines() as lines:
         loss = MicroBatcher(batch_size=4).backward(
             functools.partial(masked, model), share, model, count=lambda b: b[2].sum()
         )
     assert not lines
-    of_first = masked(one, (x[:8], y[:8], torch.ones(8)))
+    of_first = masked(reference, (x[:8], y[:8], torch.ones(8)))
     of_first.backward()
     assert abs(loss - of_first) < 1e-6
-    assert furthest(model, one) < 1e-6
+    assert furthest(model, reference) < 1e-6
 
 
 CHANGES = "splitting changes this loss: a part of"
@@ -420,8 +422,8 @@ def a_split_is_checked_by_all_ranks_together(rank, mesh):
                 functools.partial(loss_of, model), (x[mine], y[mine], mask[mine]), model
             )
         assert of_all_ranks(lines) == [lines, lines], (loss_of, bad)
-        found = tuple(line.partition(": ")[2][: len(CHANGES)] for line in lines)
-        assert found == begins, (loss_of, bad, lines)
+        beginnings = tuple(line.partition(": ")[2][: len(CHANGES)] for line in lines)
+        assert beginnings == begins, (loss_of, bad, lines)
 
 
 def a_loss_over_the_batch_ends_the_step_of_all_ranks(rank, mesh):
@@ -475,12 +477,12 @@ def be_rank(rank, folder, is_thorough):
 def by_the_built_in_trainer(folder):
     """One job in attempts with several numbers of ranks, sharded or not, and one left alone."""
     write_image_folder(folder / "images", per_class=14)  # 26 to train on: 24 and 2 for three
-    one, saved, told = attempt(folder / "one", 1), None, []
+    alone, saved, told = attempt(folder / "one", 1), None, []
     for ranks, how, stop_at in ((2, "fsdp", 1), (3, "fsdp", 2), (2, "ddp", 3), (3, "fsdp", None)):
         sharding = f"training.sharding={how}"
         told.append(attempt(folder / "job", ranks, sharding, resume=saved, stop_at=stop_at))
         saved = Path(told[-1][0]["saved"][-1])
-    return {"one": one[0], "attempts": [ranks[:2] for ranks in told]}
+    return {"one": alone[0], "attempts": [ranks[:2] for ranks in told]}
 
 
 if __name__ == "__main__":

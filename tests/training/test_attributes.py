@@ -29,7 +29,7 @@ class Stateful(nn.Module):
         self.figure, self.pair = torch.zeros(3), (torch.ones(2), torch.ones(2))
         self.shadow = {"weight": torch.zeros(2)}
         self.history = {"loss": [1.0, 2.0]}
-        self.losses, self.known = [0.5], {1, 2}
+        self.losses, self.lengths = [0.5], {1, 2}
         self.queue = deque([torch.zeros(2), torch.ones(2)], maxlen=2)
         self.counts = numpy.zeros(3)
         self.gone = 7
@@ -44,7 +44,7 @@ class Stateful(nn.Module):
         self.shadow["bias"] = self.hidden
         self.history["loss"].append(3.0)
         self.losses = [*self.losses, 1.5]
-        self.known.add(len(x))
+        self.lengths.add(len(x))
         self.queue.append(self.hidden.detach())
         self.counts[1] += 1
         self.made = self.hidden
@@ -59,17 +59,17 @@ class Stateful(nn.Module):
             plain,
             figures,
             list(self.shadow),
-            {name: list(found) for name, found in self.history.items()},
+            {name: list(values) for name, values in self.history.items()},
             list(self.losses),
-            set(self.known),
+            set(self.lengths),
             self.counts.tolist(),
             "made" in vars(self) or "drop" in vars(self.layer),
         )
 
     def tensors(self):
         named = {"figure": self.figure, "weight": self.shadow["weight"]}
-        pair = {f"pair {number}": one for number, one in enumerate(self.pair)}
-        return named | pair | {f"queue {n}": one for n, one in enumerate(self.queue)}
+        pair = {f"pair {number}": tensor for number, tensor in enumerate(self.pair)}
+        return named | pair | {f"queue {n}": tensor for n, tensor in enumerate(self.queue)}
 
 
 def test_plain_attributes_are_restored_as_the_same_objects():
@@ -77,10 +77,10 @@ def test_plain_attributes_are_restored_as_the_same_objects():
     model = Stateful()
     before, objects = model.state(), (model.losses, model.queue, model.figure)
     start = StepStart(Watch(), [model])
-    for _ in range(2):
+    for repetition in (1, 2):
         model(torch.ones(4, 2))
         start.rewind()
-        assert model.state() == before
+        assert model.state() == before, f"rewind {repetition}"
     after = model.losses, model.queue, model.figure
     assert list(map(id, after)) == list(map(id, objects))
     model(torch.ones(4, 2))
@@ -196,7 +196,7 @@ def test_leftovers_of_an_earlier_step_are_freed():
     model(torch.ones(4, 2))
     model.features = [model.hidden]
     gc.collect()
-    assert [one() for one in old] == [None, None]
+    assert [reference() for reference in old] == [None, None]
     start.rewind()
     assert model.features[0].shape == (4, 2), "its values are"
     start.end()

@@ -87,7 +87,7 @@ def test_the_best_checkpoint_stays_until_a_better_one(tmp_path):
         checkpoint.write_bytes(b"%d" % step)
         keep_if_best(checkpoint, Best(value, step))
         expected = b"4" if step == 4 else b"1"
-        assert (tmp_path / "best.pt").read_bytes() == expected
+        assert (tmp_path / "best.pt").read_bytes() == expected, f"step {step}"
 
 
 @pytest.mark.slow
@@ -95,10 +95,10 @@ def test_the_built_in_trainer_keeps_its_best_weights(tmp_path):
     short = ("training.epochs=2", "training.batch_size=512", "model.width=8")
     run = WatchedRun(tmp_path)
     train(config(*short), run)
-    found = [event["metrics"]["val_accuracy"] for event in run.of("epoch")]
+    accuracies = [event["metrics"]["val_accuracy"] for event in run.of("epoch")]
     best = read_best(run.checkpoint_dir)
-    assert (best.value, best.figure) == (max(found), "validation_accuracy")
+    assert (best.value, best.figure) == (max(accuracies), "validation_accuracy")
     content = torch.load(run.checkpoint_dir / "best.pt", weights_only=True)
-    assert content["validation_accuracy"] == max(found)
+    assert content["validation_accuracy"] == max(accuracies)
     final = torch.load(run.checkpoint_dir / "final.pt", weights_only=True)
     assert content["model"].keys() == final["model"].keys()

@@ -79,7 +79,7 @@ def test_a_frameworks_files_appear_only_when_complete(tmp_path, monkeypatch, els
     if elsewhere is None:
         assert torch.load(whole / "a.pt")[0].sum() == 0
         assert safetensors.load_file(whole / "b.safetensors")["w"].sum() == 0
-        assert [one.path for one in of_job(run.checkpoint_dir, "")] == [whole]
+        assert [manifest.path for manifest in of_job(run.checkpoint_dir, "")] == [whole]
     else:
         assert list(run.checkpoint_dir.iterdir()) == []
         assert str(live_of(run).saving.owed) == f"cannot write {unfinished}: no space left"
@@ -103,7 +103,7 @@ def test_background_writes_have_the_state_of_their_step(tmp_path):
 
 def test_tied_weights_are_written_once_and_stay_tied(tmp_path):
     def tied(content):
-        return {one.untyped_storage().data_ptr() for one in content.values()}
+        return {tensor.untyped_storage().data_ptr() for tensor in content.values()}
 
     weights = torch.rand(100, 100)
     content = {"embedding": weights, "head": weights, "rows": weights[10:].T}
@@ -166,8 +166,8 @@ def test_foreign_files_are_skipped_without_running_their_code(
     folder.save({"step": 20}, 20)
     foreign = folder.path / "step-00000030.pt"
     torch.save(content, foreign)
-    found = read_newest(foreign, required=["step"])
-    assert found[1] == {"step": 20}
+    checkpoint = read_newest(foreign, required=["step"])
+    assert checkpoint[1] == {"step": 20}
     assert why in caplog.text
     assert "code of a foreign file" not in capfd.readouterr().out
 
@@ -182,12 +182,12 @@ def test_no_flipped_byte_is_believed(tmp_path):
     for index in range(0, len(data), 7):
         path.write_bytes(data[:index] + bytes([data[index] ^ 0xFF]) + data[index + 1 :])
         newest = newest_checkpoint(folder.path, "")
-        found = newest and read_newest(newest.path, required=content.keys())
-        refused += found is None
-        if found is not None:
-            weights = found[1].pop("weights")
-            assert torch.equal(weights, content["weights"])
-            assert found[1] == {"step": 30, "rng": [1, [2, 3], None]}
+        checkpoint = newest and read_newest(newest.path, required=content.keys())
+        refused += checkpoint is None
+        if checkpoint is not None:
+            weights = checkpoint[1].pop("weights")
+            assert torch.equal(weights, content["weights"]), f"byte {index}"
+            assert checkpoint[1] == {"step": 30, "rng": [1, [2, 3], None]}, f"byte {index}"
     assert refused > 100
 
 
@@ -239,8 +239,8 @@ def test_incomplete_checkpoint_folders_are_removed_at_startup(tmp_path):
     cannot_be_removed = folder.path / ".step-00000060.tmp"
     cannot_be_removed.symlink_to(tmp_path / "away")
     folder.remove_leftovers(None)
-    left = {one.name for one in folder.path.iterdir() if one.is_dir()}
-    assert left - {cannot_be_removed.name} == {"step-00000050"}, "it can be mended by hand"
+    left = {path.name for path in folder.path.iterdir() if path.is_dir()}
+    assert left - {cannot_be_removed.name} == {"step-00000050"}, "it can be repaired by hand"
     assert path.exists()
 
 

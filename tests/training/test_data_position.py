@@ -235,10 +235,9 @@ def test_an_order_that_depends_on_sizes_is_announced(tmp_path, caplog, make, mak
 
 
 def test_batches_of_the_same_size_resume_silently(tmp_path, caplog):
-    makers = [*EXACT.values(), *UNCERTAIN.values()]
-    for number, make in enumerate(makers):
-        seen, rest = resumed(tmp_path / str(number), make, sizes=(8, 8), taken=3)
-        assert sorted(seen + rest) == list(range(SAMPLES))
+    for maker, make in (EXACT | UNCERTAIN).items():
+        seen, rest = resumed(tmp_path / maker, make, sizes=(8, 8), taken=3)
+        assert sorted(seen + rest) == list(range(SAMPLES)), maker
     assert not caplog.messages
 
 
@@ -415,4 +414,4 @@ def test_torchdatas_loader_sees_each_sample_once(tmp_path):
             sizes=(8, 4),
             taken=3,
         )
-        assert sorted(seen + rest) == list(range(SAMPLES))
+        assert sorted(seen + rest) == list(range(SAMPLES)), data

@@ -59,8 +59,8 @@ def test_original_files_have_the_official_parts(
 ):
     splits = open_data(dataset_config(name, write(tmp_path)))
     assert splits.shape.num_classes == classes
-    found = [splits.train, splits.validation, splits.test]
-    assert [list(part.labels) for part in found] == [train, validation, test]
+    parts = [splits.train, splits.validation, splits.test]
+    assert [list(part.labels) for part in parts] == [train, validation, test]
     assert Path(splits.train.names[0]).is_relative_to(tmp_path / folder)
     assert open_data(dataset_config(name, tmp_path / folder)) == splits
 
@@ -72,11 +72,11 @@ def test_an_image_folder_without_tests_is_split(tmp_path, parts, lengths):
     root = write_image_folder(tmp_path, parts=parts)
     cfg = dataset_config("image_folder", root, "dataset.test_fraction=0.25")
     splits = open_data(cfg)
-    found = (splits.train, splits.validation, splits.test)
-    assert [len(part.labels) for part in found] == lengths
+    all_parts = (splits.train, splits.validation, splits.test)
+    assert [len(part.labels) for part in all_parts] == lengths
     assert sorted(splits.validation.labels) == [0, 1]
     assert sorted(splits.test.labels) == [n // (lengths[2] // 2) for n in range(lengths[2])]
-    assert len({name for part in found for name in part.names}) == sum(lengths)
+    assert len({name for part in all_parts for name in part.names}) == sum(lengths)
     assert splits.shape.num_classes == 2
     assert open_data(cfg) == splits, "the same way each time"
 
@@ -187,8 +187,8 @@ class ShowsItsSignals:
     labels = (0, 0)
 
     def image(self, index):
-        found = (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT))
-        is_free = found == (signal.SIG_DFL, signal.SIG_IGN)
+        handlers = (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT))
+        is_free = handlers == (signal.SIG_DFL, signal.SIG_IGN)
         return Image.new("L", (4, 4), 255 * is_free)
 
 

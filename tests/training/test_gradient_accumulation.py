@@ -37,11 +37,16 @@ def step_with(precision, max_grad_norm, loss_factor=1):
     model = small_model().float()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     images, labels = batch_of(4)
+
+    def count_of(data):
+        """Count the whole batch as 2, and each of its parts as ``loss_factor``."""
+        return 2 if len(data[0]) == 4 else loss_factor
+
     MicroBatcher(2).backward(
         lambda part: loss_of(model, part, device=CPU, precision=precision),
         (images.float(), labels * 0),
         model,
-        count=lambda data: 2 if len(data[0]) == 4 else 1 * loss_factor,
+        count=count_of,
         backward=lambda loss: precision.scaler.scale(loss).backward(),
     )
     done = update(optimizer, None, precision.scaler, max_grad_norm)
@@ -177,7 +182,7 @@ def test_an_epoch_visits_each_sample_once(samples, size, accumulation, ranks, ep
     assert sorted(i for step in whole for i in step) == list(range(samples))
     assert whole == [list(step[0]) for step in alone.steps(epoch)]
     starts = range(0, samples, effective)
-    assert [len(step) for step in whole] == [plans[0].samples_in_step(one) for one in starts]
+    assert [len(step) for step in whole] == [plans[0].samples_in_step(start) for start in starts]
     assert all(len(step) == effective for step in whole[:-1])
     assert all(len(chunk) <= size for step in steps for share in step for chunk in share)
     from_now_on = data.draw(st.integers(0, len(steps) - 1))

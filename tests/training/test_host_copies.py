@@ -61,9 +61,9 @@ def pinned(monkeypatch):
 @pytest.fixture
 def copies():
     """Copies whose tensors are taken for those of a GPU, in pinned memory."""
-    own = HostCopies()
-    own.arenas[False] = Arena(pinned=True)
-    return own
+    pinned = HostCopies()
+    pinned.arenas[False] = Arena(pinned=True)
+    return pinned
 
 
 def saved(copies, content):
@@ -75,9 +75,9 @@ def saved(copies, content):
 def test_pinned_memory_is_counted_as_it_is_taken(pinned, copies):
     for number in range(5):
         saved(copies, {f"adapter_{number}": torch.rand(3 << 18), "rest": torch.rand(5000)})
-        assert copies.arenas[False].taken == pinned.taken
+        assert copies.arenas[False].taken == pinned.taken, f"save {number}"
         copies.shrink()
-        assert copies.arenas[False].taken == pinned.taken
+        assert copies.arenas[False].taken == pinned.taken, f"save {number}, shrunk"
     assert pinned.taken <= 4 * MIB, "names that are gone keep nothing"
 
 
@@ -109,7 +109,7 @@ def test_a_save_that_becomes_smaller_returns_the_rest(pinned, copies):
 def test_files_of_a_save_never_overwrite_each_other(copies, pinned):
     copies.begin()
     content = [{f"file{n}": torch.rand(1000)} for n in range(3)]
-    copied = [copies.copy(one) for one in content]
+    copied = [copies.copy(tensors) for tensors in content]
     for before, after in zip(content, copied, strict=True):
         assert all(torch.equal(before[name], after[name]) for name in before)
 
@@ -159,8 +159,8 @@ def test_a_sparse_tensor_and_strides_are_copied():
 
 
 def test_memory_unused_by_any_save_is_returned():
-    own = Arena(pinned=False)
-    own.take([1000])
-    own.begin()
-    own.trim()
-    assert own.taken == 0
+    arena = Arena(pinned=False)
+    arena.take([1000])
+    arena.begin()
+    arena.trim()
+    assert arena.taken == 0

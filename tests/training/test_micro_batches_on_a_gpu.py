@@ -68,15 +68,15 @@ def test_the_largest_batch_that_fits_is_found(room):
         model(torch.randn(size, 64, 1024, device="cuda")).square().mean().backward()
 
     before = torch.cuda.get_rng_state()
-    found = find_batch_size(step, 4096, model=model)
-    assert len(found.probes) <= 4
+    search = find_batch_size(step, 4096, model=model)
+    assert len(search.probes) <= 4
     assert torch.equal(torch.cuda.get_rng_state(), before)
-    for size in (1, found.batch_size, found.batch_size):
+    for size in (1, search.batch_size, search.batch_size):
         step(size)
         optimizer.step()
         optimizer.zero_grad()
     with pytest.raises(torch.OutOfMemoryError):
-        step(int(1.2 * found.batch_size))
+        step(int(1.2 * search.batch_size))
 
 
 def test_the_models_own_generator_is_rewound():

@@ -139,7 +139,7 @@ def test_lora_resumes_from_adapters_alone(tmp_path):
     ],
 )
 def test_gradient_checkpointing_leaves_training_as_it_is(overrides, channels, size):
-    found = []
+    gradients = []
     images = torch.randn(2, channels, size, size)
     for is_checkpointing in (False, True):
         module = built(*overrides, "model.dropout=0")
@@ -147,10 +147,10 @@ def test_gradient_checkpointing_leaves_training_as_it_is(overrides, channels, si
             assert enable_gradient_checkpointing(module)
         set_train_mode(module)
         module(images).square().sum().backward()
-        found.append({n: p.grad for n, p in module.named_parameters() if p.requires_grad})
-    assert all(g is not None for g in found[1].values())
-    for name, gradient in found[0].items():
-        torch.testing.assert_close(gradient, found[1][name])
+        gradients.append({n: p.grad for n, p in module.named_parameters() if p.requires_grad})
+    assert all(g is not None for g in gradients[1].values())
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name])
 
 
 @pytest.mark.parametrize(
@@ -205,9 +205,9 @@ def test_local_weights_load_without_a_mismatched_classifier(tmp_path, suffix):
     """The classifier of the file has other classes."""
     source, key = written(tmp_path / f"weights{suffix}", num_classes=9)
     loaded = built("model=full_finetune", *TINY_VIT, key, "model.pretrained=true")
-    expected, found = source.state_dict(), loaded.state_dict()
+    expected, actual = source.state_dict(), loaded.state_dict()
     for name in expected:
-        assert torch.equal(expected[name], found[name]) == (not name.startswith("head.")), name
+        assert torch.equal(expected[name], actual[name]) == (not name.startswith("head.")), name
 
 
 def test_local_weights_for_another_image_size_are_resampled(tmp_path):

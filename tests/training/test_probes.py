@@ -46,9 +46,9 @@ def fits(size):
         model.zero_grad()
         return_memory()
 
-found = find_batch_size(try_batch, 256, model=model)
-sizes = found.batch_size, int(found.batch_size / 0.6)
-print(json.dumps([len(found.probes), *map(fits, sizes)]))
+search = find_batch_size(try_batch, 256, model=model)
+sizes = search.batch_size, int(search.batch_size / 0.6)
+print(json.dumps([len(search.probes), *map(fits, sizes)]))
 """
 
 
@@ -65,17 +65,17 @@ def test_four_probes_find_the_largest_size():
 
 def test_find_batch_size_leaves_no_trace():
     """No gradients and no draws; it says when nothing fits."""
-    model, tried, own = Noisy(), [], torch.Generator()
-    state = own.get_state()
+    model, tried, generator = Noisy(), [], torch.Generator()
+    state = generator.get_state()
 
     def try_batch(size):
         tried.append(size)
-        model(torch.randn(size, 5, generator=own)).sum().backward()
+        model(torch.randn(size, 5, generator=generator)).sum().backward()
 
-    found = find_batch_size(try_batch, 96, model=model, effective_batch_size=96)
-    assert torch.equal(own.get_state(), state)
-    assert found.batch_size == 96
-    assert tried == [probe.batch_size for probe in found.probes]
+    search = find_batch_size(try_batch, 96, model=model, effective_batch_size=96)
+    assert torch.equal(generator.get_state(), state)
+    assert search.batch_size == 96
+    assert tried == [probe.batch_size for probe in search.probes]
     assert all(parameter.grad is None for parameter in model.parameters())
 
     def never(size):
@@ -122,7 +122,7 @@ def test_the_optimizers_predicted_memory_is_what_it_takes(kind, options, states,
 
 
 def test_nothing_fits_without_room_for_the_copy():
-    """Each step needs a copy of its own."""
+    """Each step needs its own copy."""
 
     class Full(Meter):
         def begin(self):

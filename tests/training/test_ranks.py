@@ -49,18 +49,18 @@ def test_of_a_rank_that_is_alone(group):
 @pytest.mark.proves("built-in trainer", "several GPUs", "in the step")
 @pytest.mark.proves("built-in trainer", "several GPUs", "new attempt")
 def test_results_do_not_depend_on_the_ranks(group):
-    """Of the built-in trainer, also resumed: two ranks stop after a step in which one ran out of
-    memory, and four resume; against one rank without interruption.
+    """Two ranks of the built-in trainer stop after a step in which one ran out of memory, and four
+    ranks resume. The result is that of one rank without interruption.
     """
-    one, first, rest = group["one"][0], group["first"], group["rest"]
+    single, first, rest = group["one"][0], group["first"], group["rest"]
     assert [rank["changed"] for rank in first] == [[], [6]]
     assert [bool(rank["saved"]) for rank in first] == [True, False], "by the first alone"
     assert [bool(rank["saved"]) for rank in rest] == [True, False, False, False]
-    expected = trained_weights(one["result"])
+    expected = trained_weights(single["result"])
     assert difference(trained_weights(rest[0]["result"]), expected) < 1e-4
     accuracies = [rank["result"]["test_accuracy"] for rank in rest]
-    assert accuracies == [one["result"]["test_accuracy"]] * 4, "of the whole test set, on each"
-    for epoch, alone in zip(rest[0]["epochs"], one["epochs"], strict=True):
+    assert accuracies == [single["result"]["test_accuracy"]] * 4, "of the whole test set, on each"
+    for epoch, alone in zip(rest[0]["epochs"], single["epochs"], strict=True):
         assert epoch["metrics"]["train_loss"] == pytest.approx(
             alone["metrics"]["train_loss"], abs=1e-4
         )
@@ -89,7 +89,7 @@ def test_a_replaced_wrapper_is_looked_up_again(monkeypatch):
 def test_a_rank_that_is_exhausted_decides_for_all():
     failure = Failure(FailureKind.HOST_OOM, "out of memory")
     ran_out = [RanOut(failure, 8, is_exhausted=rank == 1, rank=rank) for rank in range(3)]
-    agreed = agree([RankReport(one, None, 1.0) for one in (None, *ran_out)])
+    agreed = agree([RankReport(shortage, None, 1.0) for shortage in (None, *ran_out)])
     assert agreed.ran_out is ran_out[1]
 
 
@@ -126,14 +126,14 @@ class Group:
 )
 def test_first_parts_show_messages_over_other_groups(messages, seen):
     """A thread that sends now and then is not taken for the function."""
-    own, other, silent = Group(), Group(), Group()
+    used, other, silent = Group(), Group(), Group()
     groups = OtherGroups()
     answers = []
     for more in messages:
-        groups.begin_part([own, other, silent])
-        own.begun += 1
+        groups.begin_part([used, other, silent])
+        used.begun += 1
         other.begun += more
-        answers.append(groups.end_part([own, other, silent], {own}))
+        answers.append(groups.end_part([used, other, silent], {used}))
     assert answers == seen
 
 
@@ -147,9 +147,9 @@ def test_a_group_made_in_a_part_counts():
 
 @pytest.mark.parametrize(("backend", "sent"), [("nccl", ["cuda"]), ("gloo", [])])
 def test_nccl_takes_its_memory_before_the_first_part(monkeypatch, backend, sent):
-    found = []
+    sizes = []
     monkeypatch.setattr(ranks.dist, "get_backend", lambda: backend)
-    monkeypatch.setattr(ranks.dist, "all_reduce", found.append)
+    monkeypatch.setattr(ranks.dist, "all_reduce", sizes.append)
     monkeypatch.setattr(ranks.torch, "zeros", lambda size, *, device: device)
     ranks.start_nccl()
-    assert found == sent
+    assert sizes == sent

@@ -104,7 +104,7 @@ def test_another_runs_checkpoint_is_refused(tmp_path, job):
     ):
         with pytest.raises(ConfigError, match=named) as refusal:
             resumed(job(override), run)
-        assert "\n" not in str(refusal.value)
+        assert "\n" not in str(refusal.value), override
     assert resumed(job(ONE_EPOCH, "training.lr=1e-4"), run)[1]["steps"] == 23
 
 
@@ -126,7 +126,7 @@ def test_workers_do_not_change_what_is_learned(tmp_path, job, whole):
 
 @pytest.fixture
 def memory_for(monkeypatch):
-    """Give the model memory for so many samples at once, in training or in validation."""
+    """Give the model memory for ``samples`` samples at once, in training or in validation."""
     whole_forward = SmallCnn.forward
     sizes: list[tuple[bool, int]] = []
 

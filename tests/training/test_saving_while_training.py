@@ -61,7 +61,7 @@ def test_a_twice_failed_loop_ends_like_any_other(tmp_path):
     cfg = CFG | {"steps": 25, "batches": 10, "bad": None}
     undisturbed = launch(own_loop, cfg, run_dir=tmp_path / "undisturbed")
     failed = launch(own_loop, cfg | {"fails": {1: 7, 2: 18}}, run_dir=tmp_path / "failed")
-    assert [one.start_step for one in failed.attempts] == [0, 4, 16]
+    assert [attempt.start_step for attempt in failed.attempts] == [0, 4, 16]
     assert failed.result == undisturbed.result
     assert failed.result["seen"] == [n % 10 for n in range(25)]
 
@@ -70,7 +70,7 @@ def test_a_twice_failed_loop_ends_like_any_other(tmp_path):
 def test_a_loop_continues_past_a_spoiling_batch(tmp_path):
     """The batch spoilt its weights."""
     job = launch(own_loop, CFG | {"steps": 40, "batches": 40, "bad": 26}, run_dir=tmp_path)
-    assert [one.outcome for one in job.attempts] == ["diverged", "completed"]
+    assert [attempt.outcome for attempt in job.attempts] == ["diverged", "completed"]
     assert job.attempts[1].start_step == 24
     assert job.attempts[1].spec.noted("skips_to", 0) > 26
     assert not numpy.isnan(job.result["weight"]).any()
@@ -205,7 +205,7 @@ def test_data_with_which_training_diverged_is_passed_over(tmp_path, run):
     assert list(later.batches(range(10))) == [6, 7, 8, 9]
     guarded(later, patience=1)
     live_of(later).saving.job = "j"
-    mark(run.checkpoint_dir, "j", lambda one: "proven")
+    mark(run.checkpoint_dir, "j", lambda manifest: "proven")
     with pytest.raises(TrainingDiverged) as again:
         later.progress(5, loss=float("nan"))
     assert again.value.failure.evidence.bad_step == 7, "the two that were passed over stay so"
@@ -217,7 +217,7 @@ def test_a_checkpoint_written_while_training_diverges_is_marked(run):
         run.progress(step, loss=loss)
         run.save({}, step)
     live_of(run).saves.finish()
-    losses = {one.step: one.loss for one in read_manifests(run.checkpoint_dir)}
+    losses = {manifest.step: manifest.loss for manifest in read_manifests(run.checkpoint_dir)}
     assert losses == {1: "finite", 2: "finite", 3: "diverged"}, (
         "the oldest may be the last good one"
     )

@@ -47,7 +47,7 @@ def test_an_early_kill_leaves_the_previous_folder(seen):
     torn = run.checkpoint_dir / ".step-00000002.tmp"
     assert (torn / "values.pt").exists()
     newest = newest_checkpoint(run.checkpoint_dir, "")
-    found = read_newest(newest.path)
-    assert found[1]["step"] == 1
+    checkpoint = read_newest(newest.path)
+    assert checkpoint[1]["step"] == 1
     live_of(run).saves.folder(2).remove_leftovers(None)
     assert not torn.exists()

@@ -45,8 +45,8 @@ def test_sharded_steps_repeat_and_resume_anywhere(tmp_path):
     assert attempts[0][1]["changed"] == [6], "memory ran out on the second rank"
     saved = [Path(first["saved"][-1]).name for first, _ in attempts]
     assert saved == ["step-00000001", "step-00000002", "step-00000003.pt", "step-00000004"]
-    one, last = seen["built in"]["one"], attempts[-1][0]
-    weights = [trained_weights(told["result"]) for told in (one, last)]
+    alone, last = seen["built in"]["one"], attempts[-1][0]
+    weights = [trained_weights(told["result"]) for told in (alone, last)]
     assert difference(*weights) < 1e-4
 
 
@@ -82,11 +82,11 @@ def test_sharded_steps_repeat_and_resume_anywhere(tmp_path):
     ],
 )
 def test_unrepeatable_steps_are_refused_in_a_line(ranks, model, reason):
-    for rank in ranks:
-        line = rank["refused"][model]
-        assert line.startswith("run.backward: ")
-        assert reason in line
-        assert "or do without run.backward" in line
+    for rank, seen in enumerate(ranks):
+        line = seen["refused"][model]
+        assert line.startswith("run.backward: "), f"rank {rank}"
+        assert reason in line, f"rank {rank}"
+        assert "or do without run.backward" in line, f"rank {rank}"
 
 
 def test_an_older_torch_is_refused_in_a_line(monkeypatch):

@@ -52,7 +52,7 @@ def test_how_large_a_loss_is_does_not_matter(loss, share, scale):
     assume(abs(loss) > 1e-3)
     halves = (loss, 1.01 * loss)
     plain = Losses(loss, halves, (share, 1 - share))
-    scaled = Losses(scale * loss, tuple(scale * one for one in halves), plain.weights)
+    scaled = Losses(scale * loss, tuple(scale * half for half in halves), plain.weights)
     assume((1 - share) > 0.1)
     assert not plain.agree
     assert not scaled.agree
@@ -88,11 +88,11 @@ def test_noise_neither_is_nor_hides_a_difference(seed, size):
 
 def test_noise_alone_is_rarely_taken_for_a_difference():
     draw = random.Random(0)
-    found = [
+    alarms = [
         differ_beyond_noise([Losses(draw.gauss(0, 1), (0.0, 0.0), (0.5, 0.5)) for _ in range(16)])
         for _ in range(500)
     ]
-    assert sum(found) <= 2
+    assert sum(alarms) <= 2
 
 
 def test_the_sentence_has_the_figures_to_compare():
@@ -145,8 +145,8 @@ def batch_hard_triplets(logits, y):
 
 def dice(logits, y):
     truth = functional.one_hot(y, 4)
-    found = logits.softmax(1)
-    return 1 - (2 * (found * truth).sum() + 1) / ((found**2).sum() + truth.sum() + 1)
+    predicted = logits.softmax(1)
+    return 1 - (2 * (predicted * truth).sum() + 1) / ((predicted**2).sum() + truth.sum() + 1)
 
 
 def focal(logits, y):
@@ -342,7 +342,7 @@ def test_time_as_first_dimension_is_noticed():
         loss_of,
         batch,
         model,
-        split=lambda batch, start, stop: tuple(one[:, start:stop] for one in batch),
+        split=lambda batch, start, stop: tuple(tensor[:, start:stop] for tensor in batch),
         length=lambda batch: batch[0].shape[1],
     )
     assert check.is_kept
@@ -427,14 +427,14 @@ def test_a_check_leaves_nothing_behind():
         flags = [module.training for module in model.modules()]
         plain = (calls, list(losses), dict(names), vars(meter), model.calls, model.hidden)
         others = (numpy.random.get_state()[1].tolist(), warnings.filters, center, bank)
-        return repr((generators, [one.tolist() for one in tensors], flags, plain, others))
+        return repr((generators, [tensor.tolist() for tensor in tensors], flags, plain, others))
 
     before, center_before = state(), center
-    versions = [version_of(one) for one in model.parameters()]
+    versions = [version_of(parameter) for parameter in model.parameters()]
     check_split(loss_of, data(), model)
     assert state() == before
     assert center is center_before
-    assert [version_of(one) for one in model.parameters()] == versions
+    assert [version_of(parameter) for parameter in model.parameters()] == versions
 
 
 def test_a_moving_average_in_the_function_is_seen():
@@ -520,7 +520,7 @@ def test_exact_splits_no_loss_that_it_changes(size):
     loss_of, model = limited(info_nce, 8)
     with pytest.raises(UserError, match=r"run\.backward: splitting changes this loss: .* count=…"):
         MicroBatcher(size, exact=True).backward(loss_of, data(), model)
-    assert all(one.grad is None for one in model.parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())
     loss_of, model = limited(cross_entropy, 8)
     MicroBatcher(size, exact=True).backward(loss_of, data(), model)
 
@@ -598,7 +598,7 @@ def job(tmp_path):
 
 def test_a_job_splits_losses_in_its_last_attempt(job, caplog):
     summary = job("auto")
-    assert [one.action for one in summary.attempts] == ["split_loss", "none"]
+    assert [attempt.action for attempt in summary.attempts] == ["split_loss", "none"]
     assert len(warned(caplog)) >= 1
 
 

@@ -66,7 +66,7 @@ def test_parts_are_few_and_even(samples, at_most, start):
     assert len(sizes) == -(-left // at_most)
     assert max(sizes, default=0) <= at_most
     assert max(sizes, default=0) - min(sizes, default=0) <= 1
-    assert all(one[1] == other[0] for one, other in itertools.pairwise(parts))
+    assert all(part[1] == other[0] for part, other in itertools.pairwise(parts))
 
 
 def test_tensors_are_not_copied():

@@ -98,8 +98,8 @@ def gradients(model):
 
 
 def assert_same(ours, expected, **tolerance):
-    for one, other in zip(ours, expected, strict=True):
-        torch.testing.assert_close(one, other, **tolerance)
+    for tensor, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(tensor, other, **tolerance)
 
 
 def unlimited(batch=None, **options):
@@ -279,7 +279,7 @@ def test_everything_the_function_uses_is_restored(holder, where):
             if number == 2:
                 model.most, batcher = (6, batcher) if fails else (12, MicroBatcher(6))
             batcher.backward(trainer.loss_of, data(), model)
-        kept = [one for one in criterion.buffers() if not one.is_sparse]
+        kept = [buffer for buffer in criterion.buffers() if not buffer.is_sparse]
         return [*gradients(model), *gradients(criterion), *kept]
 
     assert_same(train(fails=True), train(fails=False), rtol=0, atol=0)
@@ -324,8 +324,8 @@ def test_large_unchanged_buffers_are_not_copied():
     assert model.weights[0] == 1
 
 
-def of_torch(own):
-    return float(torch.rand(1, generator=own))
+def of_torch(generator):
+    return float(torch.rand(1, generator=generator))
 
 
 @pytest.mark.parametrize("step", ["backward", "forward"])
@@ -334,9 +334,9 @@ def of_torch(own):
     [
         ("a variable", torch.Generator(), of_torch),
         ("the model", torch.Generator(), of_torch),
-        ("the function's owner", numpy.random.default_rng(), lambda own: own.random()),
-        ("a variable", numpy.random.RandomState(), lambda own: own.rand()),
-        ("the function's owner", random.Random(), lambda own: own.random()),
+        ("the function's owner", numpy.random.default_rng(), lambda generator: generator.random()),
+        ("a variable", numpy.random.RandomState(), lambda generator: generator.rand()),
+        ("the function's owner", random.Random(), lambda generator: generator.random()),
     ],
 )
 def test_a_users_generator_repeats_its_numbers(where, generator, draw, step):
@@ -408,7 +408,7 @@ def test_changes_in_place_are_warned_of(step, what, caplog):
     is_known = what == "the batch" or (what is not None and step == "backward")
     said = "the batch" if what == "the batch" else "weights"
     assert len(lines) == is_known
-    assert all(f"the function changes {said} in place, and does so again" in one for one in lines)
+    assert all(f"the function changes {said} in place, and does so again" in line for line in lines)
 
 
 def test_weights_made_by_a_pass_count_as_unchanged(caplog):
@@ -454,8 +454,8 @@ def test_a_requested_size_outlives_a_checkpoint():
     batcher = MicroBatcher(12, on_event=events.append)
     assert batcher.shrink("wished") == (12, 6)
     again, other, whole = MicroBatcher(12), MicroBatcher(8), MicroBatcher()
-    for one in (again, other, whole):
-        one.restore(batcher.state())
+    for restored in (again, other, whole):
+        restored.restore(batcher.state())
     for _ in range(20):
         step(batcher, model)
         step(again, model)
@@ -524,10 +524,10 @@ def test_autocast_may_surround_loss_or_step(around):
 
 def slope_of(loss, weight, thread):
     """Return the derivative, made in this thread or, as a GPU's are, in another one."""
-    found = []
+    slopes = []
 
     def work():
-        found.extend(torch.autograd.grad(loss, weight, create_graph=True))
+        slopes.extend(torch.autograd.grad(loss, weight, create_graph=True))
 
     if thread == "this":
         work()
@@ -535,7 +535,7 @@ def slope_of(loss, weight, thread):
         worker = threading.Thread(target=work)
         worker.start()
         worker.join()
-    return found[0]
+    return slopes[0]
 
 
 @pytest.mark.parametrize("thread", [None, "this", "another"])
@@ -614,7 +614,9 @@ def test_earlier_gradients_leave_the_gpu_before_splitting(monkeypatch, caplog, z
         held = []
 
         def loss_of(batch):
-            seen.append((len(batch[0]), sum(one.untyped_storage().nbytes() for one in held)))
+            seen.append(
+                (len(batch[0]), sum(gradient.untyped_storage().nbytes() for gradient in held))
+            )
             if seen[-1][1] and is_short:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
             return loss_with(model)(batch)
@@ -623,9 +625,9 @@ def test_earlier_gradients_leave_the_gpu_before_splitting(monkeypatch, caplog, z
             if zeroes:
                 model.zero_grad(set_to_none=False)
             batcher.backward(loss_of, data(), model)
-            found = [parameter.grad for parameter in model.parameters()]
-            assert not held or all(map(operator.is_, held, found))
-            held = found
+            current = [parameter.grad for parameter in model.parameters()]
+            assert not held or all(map(operator.is_, held, current))
+            held = current
         return gradients(model), seen
 
     is_short = False
@@ -633,8 +635,8 @@ def test_earlier_gradients_leave_the_gpu_before_splitting(monkeypatch, caplog, z
     is_short = True
     # tensors on the host stand for those on a GPU
     monkeypatch.setattr("robust_train.step.gradients.is_on_gpu", lambda tensor: True)
-    found, seen = train()
-    assert_same(found, wanted, rtol=0, atol=0)
+    actual, seen = train()
+    assert_same(actual, wanted, rtol=0, atol=0)
     assert [samples for samples, _ in seen] == [12] * 4
     assert [in_use > 0 for _, in_use in seen] == [False, True, False, False]
     assert caplog.text.count("batches go to the host") == 1
@@ -670,8 +672,8 @@ def stepping_in_backward():
     return step(MicroBatcher(4), network)
 
 
-def returning(*found):
-    return lambda: MicroBatcher().backward(lambda batch: found[0], data(), Network())
+def returning(loss):
+    return lambda: MicroBatcher().backward(lambda batch: loss, data(), Network())
 
 
 @pytest.mark.parametrize(
@@ -719,14 +721,28 @@ def through_a_global(model):
     return loss_of
 
 
+def through_a_partial(model):
+    def loss_of(net, batch):
+        return loss_with(net)(batch)
+
+    return functools.partial(loss_of, model)
+
+
+def through_a_default(model):
+    def loss_of(batch, net=model):
+        return loss_with(net)(batch)
+
+    return loss_of
+
+
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize(
     "reach",
     [
         loss_with,
         lambda model: Holder(model).loss_of,
-        lambda model: functools.partial(lambda net, batch: loss_with(net)(batch), model),
-        lambda model: lambda batch, net=model: loss_with(net)(batch),
+        through_a_partial,
+        through_a_default,
         through_a_global,
     ],
     ids=["closure", "method", "partial", "default", "global"],
@@ -800,9 +816,11 @@ def test_generators_of_all_gpus_are_rewound(monkeypatch):
     states = [torch.tensor([1]), torch.tensor([2])]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: list(states))
-    monkeypatch.setattr(
-        torch.cuda, "set_rng_state_all", lambda now: states.__setitem__(slice(None), now)
-    )
+
+    def set_states(new):
+        states[:] = new
+
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", set_states)
     kept = GeneratorStates()
     states[:] = [torch.tensor([3]), torch.tensor([4])]
     kept.restore()

@@ -36,7 +36,9 @@ class Operations(TorchDispatchMode):
     @property
     def reads_after_update(self):
         """Reads that wait for the optimizer's own kernels."""
-        updates = [n for n, name in enumerate(self.names) if any(one in name for one in UPDATES)]
+        updates = [
+            n for n, name in enumerate(self.names) if any(update in name for update in UPDATES)
+        ]
         return self.names[updates[0] :].count(READ) if updates else 0
 
     def count(self, part):
@@ -47,7 +49,7 @@ COUNTERS = []
 
 
 def is_step(tensor):
-    return any(tensor is one for one in COUNTERS)
+    return any(tensor is counter for counter in COUNTERS)
 
 
 def sgd(weights, **options):
@@ -120,13 +122,13 @@ def test_a_step_reads_as_little_as_possible(kind, has_scaler):
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
     optimizer = KINDS[kind]([*model.parameters()])
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0) if has_scaler else None
-    for _ in range(2):
+    for step in (1, 2):
         loss = model(torch.ones(2, 8)).sum()
         (loss if scaler is None else scaler.scale(loss)).backward()
         COUNTERS[:] = [state["step"] for state in optimizer.state.values() if "step" in state]
         with Operations() as seen:
             done = update(optimizer, loss.detach(), scaler)
-        assert done.moved
+        assert done.moved, f"step {step}"
     assert seen.reads == READS[kind][has_scaler], seen.names
     assert seen.reads_after_update == 0
     assert [seen.count(part) for part in OVER_GRADIENTS] == [0, 0 if has_scaler else 1]
@@ -153,7 +155,9 @@ def test_the_optimizer_is_fused_only_on_gpus():
     on_host = make_optimizer(model.parameters(), lr=0.1, weight_decay=0.0)
     for saved, resumed in ((on_gpu, on_host), (on_host, on_gpu)):
         resumed.load_state_dict(with_kernels_of(saved.state_dict(), resumed))
-    fused = [{group["fused"] for group in one.param_groups} for one in (on_gpu, on_host)]
+    fused = [
+        {group["fused"] for group in optimizer.param_groups} for optimizer in (on_gpu, on_host)
+    ]
     assert fused == [{True}, {None}]
 
 

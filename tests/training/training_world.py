@@ -50,10 +50,10 @@ def run_to_end(cfg, folder):
     return trained_weights(train(cfg, WatchedRun(folder)))
 
 
-def difference(one, other):
+def difference(weights, other):
     """The largest difference of any weight."""
-    assert one.keys() == other.keys()
-    return max(float((one[name] - other[name]).abs().max()) for name in one)
+    assert weights.keys() == other.keys()
+    return max(float((weights[name] - other[name]).abs().max()) for name in weights)
 
 
 def write_photograph(path, label, seed, size=(48, 40)):

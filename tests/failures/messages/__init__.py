@@ -47,7 +47,7 @@ class Case:
 
     @property
     def returncode(self):
-        """Of the process."""
+        """The exit code of the process."""
         return int(self.raised_by.removeprefix("exit "))
 
     def exception(self):
@@ -61,16 +61,16 @@ class Case:
 def raised(name, message):
     """An exception of the class of that name, without the library that it is from."""
     module, _, bare = name.partition("(")[0].rpartition(".")
-    known = getattr(builtins, bare, None)
-    if not module and isinstance(known, type):
+    built_in = getattr(builtins, bare, None)
+    if not module and isinstance(built_in, type):
         errno = _ERRNO.match(message)
-        if issubclass(known, OSError) and errno is not None:
+        if issubclass(built_in, OSError) and errno is not None:
             number, text, path = errno.groups()
-            return known(int(number), text, *([path] if path else []))
-        if known is SystemExit:
+            return built_in(int(number), text, *([path] if path else []))
+        if built_in is SystemExit:
             return SystemExit(int(message))
-        return known(*([message] if message else []))
-    base = known if isinstance(known, type) else _BASES.get(bare, Exception)
+        return built_in(*([message] if message else []))
+    base = built_in if isinstance(built_in, type) else _BASES.get(bare, Exception)
     if base is Exception and (_RUNTIME_ERRORS.match(module) or bare == "OutOfMemoryError"):
         base = RuntimeError
     made = type(bare, (base,), {"__module__": module})

@@ -53,8 +53,8 @@ def test_probes_leave_no_trace(tmp_path):
     assert plain == [16, 16, 16]
     assert probed == [4, 16, *plain], "the probes, then what would have been anyway"
     assert len(actual) == len(expected)
-    for one, other in zip(actual, expected, strict=True):
-        assert torch.equal(one, other)
+    for tensor, other in zip(actual, expected, strict=True):
+        assert torch.equal(tensor, other)
 
 
 def searching(folder, batch_size, min_batch_size=1):
@@ -100,8 +100,8 @@ def test_if_nothing_fits_the_step_still_fails(tmp_path):
 
     with pytest.raises(torch.OutOfMemoryError):
         run.backward(loss_of, torch.ones(16, 5), model)
-    found, *changes = (e for e in run.events if e["event"] != "memory")
-    assert (found["event"], found["batch_size"]) == ("batch_size_found", None)
+    search, *changes = (e for e in run.events if e["event"] != "memory")
+    assert (search["event"], search["batch_size"]) == ("batch_size_found", None)
     assert changes[-1]["event"] == "micro_batch_exhausted"
     assert changes[-1]["tried"] == [16, 8, 4]
     assert model.weight.grad is None

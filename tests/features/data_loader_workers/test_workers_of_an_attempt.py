@@ -84,7 +84,7 @@ KERNEL = Evidence(library="kernel")
 
 
 @pytest.mark.parametrize(
-    ("kind", "evidence", "seen", "known"),
+    ("kind", "evidence", "seen", "finds"),
     [
         (FailureKind.HOST_OOM, KERNEL, (0, False), (0, False)),
         (FailureKind.HOST_OOM, KERNEL, (2, True), (2, True)),
@@ -96,11 +96,11 @@ KERNEL = Evidence(library="kernel")
         (FailureKind.COMM, KERNEL, (2, True), (None, None)),
     ],
 )
-def test_out_of_host_memory_comes_with_the_workers(kind, evidence, seen, known):
+def test_out_of_host_memory_comes_with_the_workers(kind, evidence, seen, finds):
     count, hold_most = seen
     attempt = failed(SPEC, kind, evidence, workers_seen=count, they_held_most=hold_most)
     finding = DataLoaderWorkers(None).evidence(attempt, ()).evidence.of(WorkersFinding)
-    assert (finding.workers, finding.workers_hold_most) == known
+    assert (finding.workers, finding.workers_hold_most) == finds
 
 
 @pytest.mark.slow

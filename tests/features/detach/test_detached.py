@@ -16,7 +16,7 @@ from robust_train.children import detach
 from robust_train.cli.main import main
 from robust_train.folder.run_list import choose_run, find_runs
 from terminal import run_at_a_terminal
-from world import wait_until
+from world import wait_for_text, wait_until
 
 _SCRIPT = """
 import os, sys, time
@@ -73,7 +73,7 @@ def test_an_interrupted_start_ends_the_job_too(tmp_path, monkeypatch, signum):
     monkeypatch.setattr(sys, "orig_argv", ["python", "-c", code])
 
     def stop():
-        wait_until(lambda: file.exists() and file.read_text(), "it runs")
+        wait_for_text(file, "it runs")
         os.kill(os.getpid(), signum)
 
     threading.Thread(target=stop).start()

@@ -50,7 +50,7 @@ def test_a_bad_batch_costs_only_its_own_update(world, tmp_path, fault, how):
     assert outcomes(ended) == ["completed"], ended.output
     assert ended.attempts[0]["skipped_updates"] == 1
     skipped = [line for line in ended.journal if line["event"] == "update_skipped"]
-    assert [(one["step"], one["in_a_row"]) for one in skipped] == [(17, 1)]
+    assert [(update["step"], update["in_a_row"]) for update in skipped] == [(17, 1)]
     assert ended.summary["result"] == without_launcher(tmp_path, "left out", how)
 
 
@@ -178,7 +178,7 @@ def saved(folder, *checkpoints):
 def test_rotation_keeps_the_last_checkpoint_known_good(tmp_path, losses, left):
     saved(tmp_path, *enumerate(losses.split(), start=1))
     rotate(tmp_path, "j", keep=2)
-    assert [one.step for one in of_job(tmp_path, "j")] == left
+    assert [manifest.step for manifest in of_job(tmp_path, "j")] == left
 
 
 def test_no_checkpoint_saved_after_divergence_is_resumed(tmp_path):
@@ -187,7 +187,7 @@ def test_no_checkpoint_saved_after_divergence_is_resumed(tmp_path):
     saved(saving.folder, (10, "finite"), (20, "finite"), (30, "finite"), (40, "diverged"))
     before = saving.spoil(good_step=25, since=0.0)
     assert before.step == 20
-    assert [one.loss for one in of_job(saving.folder, "j")] == [
+    assert [manifest.loss for manifest in of_job(saving.folder, "j")] == [
         "proven",
         "proven",
         "diverged",
@@ -204,10 +204,10 @@ def test_a_checkpoint_is_proven_by_a_hundred_steps(tmp_path):
     saving.job, guard.losses = "j", Losses(good_step=115)
     saved(saving.folder, (10, "finite"), (16, "finite"), (20, "finite"), (30, "finite"))
     saving.rotate(1)
-    assert [one.step for one in of_job(saving.folder, "j")] == [10, 30]
+    assert [manifest.step for manifest in of_job(saving.folder, "j")] == [10, 30]
     guard.losses = Losses(good_step=130)
     saving.rotate(1)
-    assert [one.step for one in of_job(saving.folder, "j")] == [30]
+    assert [manifest.step for manifest in of_job(saving.folder, "j")] == [30]
 
 
 @pytest.mark.parametrize("number", [float, torch.tensor, numpy.float32])

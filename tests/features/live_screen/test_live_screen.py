@@ -82,12 +82,14 @@ def test_steps_are_counted_if_no_samples_are_reported():
 
 
 @pytest.mark.parametrize("columns", [20, 80, 120, 160])
-def test_no_status_line_is_wider_than_the_terminal(columns):
-    for state in ("starting", "waiting", "running", "between attempts", "stopping"):
-        shown = replace(RUNNING, state=state, reason="why " * 40, waiting={"reason": "why " * 40})
-        lines = status_lines(shown, 90.0, columns)
-        assert lines
-        assert max(map(len, lines)) <= columns
+@pytest.mark.parametrize(
+    "state", ["starting", "waiting", "running", "between attempts", "stopping"]
+)
+def test_no_status_line_is_wider_than_the_terminal(state, columns):
+    shown = replace(RUNNING, state=state, reason="why " * 40, waiting={"reason": "why " * 40})
+    lines = status_lines(shown, 90.0, columns)
+    assert lines
+    assert max(map(len, lines)) <= columns
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +99,7 @@ def xterm(monkeypatch):
 
 @pytest.fixture
 def terminal():
-    """Both ends of a terminal: the one that a person reads, and ours."""
+    """Both ends of a terminal: a person's and ours."""
     ours, theirs = pty.openpty()
     os.set_blocking(ours, False)
     yield ours, theirs
@@ -182,7 +184,7 @@ def test_the_status_goes_on_where_somebody_reads_again(terminal):
         seen = b""
         while b"running again" not in seen:
             area.show([Text("running again")])
-            assert select.select([reads], [], [], 5.0)[0], "nothing comes any more"
+            assert select.select([reads], [], [], 5.0)[0], "no more output arrives"
             seen += os.read(reads, 1 << 16)
 
 
@@ -225,6 +227,6 @@ def test_ctrl_z_leaves_the_shell_no_status(terminal, monkeypatch):
             signal.raise_signal(signal.SIGTSTP)
             shown = showing_lines(shown_on(reads) + "[1]+  Stopped\r\n$", 80)
             said = "stopped by Ctrl-Z: training continues in the meantime; fg shows it again"
-            assert shown == ["loss 0.5", said, "[1]+  Stopped", "$"]
+            assert shown == ["loss 0.5", said, "[1]+  Stopped", "$"], f"step {step}"
     assert stopped == [(os.getpid(), signal.SIGTSTP)] * 2
     assert signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL

@@ -40,7 +40,7 @@ def test_growing_jobs_share_what_a_gpu_has(tmp_path_factory, moves):
         got = queues[number].follow([held[number] * MIB], need * MIB)
         reserved[number] = got // MIB
         assert reserved[number] >= held[number]
-        assert sum(reserved) <= TOTAL
+        assert sum(reserved) <= TOTAL, (number, need)
         held[number] = min(need, reserved[number])
     for queue in queues:
         queue.release()

@@ -17,7 +17,7 @@ from robust_train.features.measured_memory.store import Need
 from robust_train.model.errors import NotDoneError
 from robust_train.readable import MIB
 from simulated_nvml import Gpu
-from world import World, is_running, wait_until
+from world import World, is_running, wait_for_text, wait_until
 
 A = "GPU-aaaaaaaa-0000-0000-0000-000000000000"
 PROGRAM = """
@@ -49,13 +49,13 @@ class Host:
         self.tmp_path = tmp_path
 
     def start(self, *arguments, trainer="holds_memory"):
-        """Start a job; return its process and the number of the one that trains."""
+        """Start a job; return its process and the trainer's process id."""
         for name in ("ready", "go", "go2"):
             (self.tmp_path / name).unlink(missing_ok=True)
         target = f"trainer._target_=measured_trainers.{trainer}"
         job = self.world.start(target, *arguments)
         ready = self.tmp_path / "ready"
-        pid = wait_until(lambda: ready.exists() and ready.read_text(), "it trains")
+        pid = wait_for_text(ready, "it trains")
         return job, int(pid)
 
     def hold(self, pid, mib):
@@ -109,7 +109,7 @@ def test_reservation_follows_and_next_job_begins_with_it(tmp_path, cuda_machine_
 
 @pytest.mark.slow
 def test_a_job_that_fills_its_gpu_starts_again(tmp_path, cuda_machine_with):
-    """There is no room for the tenth on top of its peak."""
+    """The GPU has no room for ten percent on top of its peak."""
     host = Host(tmp_path, cuda_machine_with(Gpu(uuid=A)))
     job, pid = host.start(AUTO)
     host.hold(pid, 15000)
@@ -142,7 +142,7 @@ def test_a_crash_keeps_what_was_measured(tmp_path, cuda_machine_with):
     os.kill(pid, signal.SIGKILL)
     ready = tmp_path / "ready"
     host.hold(1, 0)
-    pid = int(wait_until(lambda: ready.exists() and ready.read_text(), "it trains again"))
+    pid = int(wait_for_text(ready, "it trains again"))
     host.hold(pid, 500)
     wait_until(lambda: host.reserved() == (6600, 500), "the new attempt is seen")
     host.go()
@@ -253,7 +253,7 @@ def test_a_program_that_takes_all_keeps_its_declaration(tmp_path, cuda_machine_w
 
 @pytest.mark.slow
 def test_a_measured_job_that_grows_is_followed(tmp_path, cuda_machine_with):
-    """By most of a GPU at once, as in a validation at night: that is not JAX."""
+    """A job that suddenly takes most of a GPU, for example in a validation, is not JAX."""
     host = Host(tmp_path, cuda_machine_with(Gpu(uuid=A)))
     job, pid = host.start(AUTO, "gpu_jobs_per_device=2")
     host.hold(pid, 1000)
@@ -290,7 +290,7 @@ def test_a_program_is_measured_by_a_probe(tmp_path, cuda_machine_with):
     command = ["-m", "robust_train.cli.main", "need", "--probe", "--json", "--", *words]
     probe = warm.start(command, tmp_path, {**host.machine.environment(), **host.world.environ})
     ready = tmp_path / "ready"
-    host.hold(int(wait_until(lambda: ready.exists() and ready.read_text(), "it runs")), 3000)
+    host.hold(int(wait_for_text(ready, "it runs")), 3000)
     stdout, stderr = probe.communicate(timeout=120)
     answer = json.loads(stdout)
     assert answer["peak_bytes"] == 3000 * MIB, stderr
@@ -308,7 +308,7 @@ def test_a_stopped_probe_takes_its_program_along(tmp_path, cuda_machine_with):
     command = ["-m", "robust_train.cli.main", "need", "--probe", "--", sys.executable, str(script)]
     probe = warm.start(command, tmp_path, {**host.machine.environment(), **host.world.environ})
     ready = tmp_path / "ready"
-    pid = int(wait_until(lambda: ready.exists() and ready.read_text(), "it runs"))
+    pid = int(wait_for_text(ready, "it runs"))
     probe.terminate()
     probe.communicate(timeout=120)
     assert probe.returncode == 130
@@ -329,7 +329,7 @@ def test_a_program_of_several_gpus_is_known(tmp_path, cuda_machine_with):
     words = [sys.executable, str(script)]
     job = CommandWorld(host.world).start(AUTO, "num_gpus=2", "--", *words)
     ready = tmp_path / "ready"
-    host.hold(int(wait_until(lambda: ready.exists() and ready.read_text(), "it runs")), 3000)
+    host.hold(int(wait_for_text(ready, "it runs")), 3000)
     host.world.end(job, code=0)
     answer = host.need("--json", "--", *words)
     assert json.loads(answer.stdout)["num_gpus"] == 2, answer.stderr

@@ -24,7 +24,7 @@ from world import wait_until
 
 
 def start(world):
-    """Start a run that trains until the file ``go`` is there."""
+    """Start a run that trains until the file ``go`` exists."""
     world.environ["GO_FILE"] = str(world.folder / "go")
     return world.start("trains_until_told")
 
@@ -154,10 +154,13 @@ def test_the_file_stays_small_and_keeps_earlier_attempts(tmp_path, monkeypatch):
     file.flush()
     samples = read_samples(path)
     assert (samples[0], samples[-1].step) == (earlier[0], 99_999)
-    own = [s for s in samples if s.attempt == 2]
-    gaps = [(after.time - before.time, before.time) for before, after in itertools.pairwise(own)]
+    of_attempt_2 = [s for s in samples if s.attempt == 2]
+    gaps = [
+        (after.time - before.time, before.time)
+        for before, after in itertools.pairwise(of_attempt_2)
+    ]
     assert all(gap <= 0.11 + 0.01 * time for gap, time in gaps), "spread over the time"
-    assert [s.step for s in own][-3:] == [99_997, 99_998, 99_999], "the newest at the end"
+    assert [s.step for s in of_attempt_2][-3:] == [99_997, 99_998, 99_999], "the newest at the end"
     assert list(tmp_path.iterdir()) == [path]
 
 

@@ -37,11 +37,11 @@ def attempt(
         warm_up = -GIB if step < steps / 20 else 0.0
         spike = GIB if chance.random() < 0.02 else 0.0
         allocated = int(max(level(step) + warm_up + spike + phase * sawtooth, 0))
-        known = {"device": "cpu", "resident": allocated}
+        fields = {"device": "cpu", "resident": allocated}
         if on_gpu:
-            known = {"device": "cuda:1", "allocated": allocated, "resident": int(host(step))}
-            known["reserved"] = int(reserved(step))
-        samples.append(Sample(time=1e9 + number / 10, attempt=3, step=step, **known))
+            fields = {"device": "cuda:1", "allocated": allocated, "resident": int(host(step))}
+            fields["reserved"] = int(reserved(step))
+        samples.append(Sample(time=1e9 + number / 10, attempt=3, step=step, **fields))
     return samples
 
 
@@ -54,15 +54,15 @@ def test_a_leak_is_found_beneath_a_sawtooth(seed, steps, mib_per_step, on_gpu):
     samples = attempt(
         steps, lambda step: 2 * GIB + step * mib_per_step * MIB, seed=seed, on_gpu=on_gpu
     )
-    found = stability(samples)
+    assessment = stability(samples)
     total = 0.8 * steps * mib_per_step * MIB
     if total < 0.05 * 2 * GIB:
-        assert found.kind in ("stable", "growing")
+        assert assessment.kind in ("stable", "growing")
         return
-    assert found.kind == "growing", found
-    assert found.mib_per_100_steps == pytest.approx(100 * mib_per_step, rel=0.2)
-    assert found.sentence == (
-        f"growing (leak suspected: {found.mib_per_100_steps:+.1f} MiB per 100 steps)"
+    assert assessment.kind == "growing", assessment
+    assert assessment.mib_per_100_steps == pytest.approx(100 * mib_per_step, rel=0.2)
+    assert assessment.sentence == (
+        f"growing (leak suspected: {assessment.mib_per_100_steps:+.1f} MiB per 100 steps)"
     )
 
 
@@ -117,10 +117,10 @@ def test_what_is_no_leak(samples):
     ],
 )
 def test_beside_steady_tensors_it_may_pile_up_elsewhere(grows, kind, words, rate):
-    found = stability(attempt(1000, **grows))
-    assert found.kind == kind
-    assert f"{words} MiB per 100 steps" in found.sentence
-    assert found.mib_per_100_steps == pytest.approx(rate, rel=0.1)
+    assessment = stability(attempt(1000, **grows))
+    assert assessment.kind == kind
+    assert f"{words} MiB per 100 steps" in assessment.sentence
+    assert assessment.mib_per_100_steps == pytest.approx(rate, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -133,9 +133,9 @@ def test_beside_steady_tensors_it_may_pile_up_elsewhere(grows, kind, words, rate
     ],
 )
 def test_too_little_is_unknown_and_says_why(samples, why):
-    found = stability(samples)
-    assert (found.kind, found.sentence) == ("unknown", f"unknown ({why})")
-    assert found.mib_per_100_steps is None
+    assessment = stability(samples)
+    assert (assessment.kind, assessment.sentence) == ("unknown", f"unknown ({why})")
+    assert assessment.mib_per_100_steps is None
 
 
 bytes_ = st.none() | st.integers(0, 2**50)
@@ -159,9 +159,9 @@ bytes_ = st.none() | st.integers(0, 2**50)
     )
 )
 def test_nothing_in_a_samples_file_upsets_the_assessment(samples):
-    found = stability(samples)
-    assert found.kind in ("stable", "growing", "fragmenting", "unknown")
-    assert found.sentence.startswith(found.kind)
+    assessment = stability(samples)
+    assert assessment.kind in ("stable", "growing", "fragmenting", "unknown")
+    assert assessment.sentence.startswith(assessment.kind)
 
 
 def test_samples_are_assessed_as_their_attempt_ends(tmp_path, caplog):

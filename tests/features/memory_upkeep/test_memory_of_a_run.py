@@ -69,12 +69,12 @@ def test_what_fills_the_memory_is_recorded_in_time(own_trainers, isolation):
         "training.num_workers=0",
         code=1,
     )
-    found = written_down(ended)
-    largest = found["tensors"][:3]
+    report = written_down(ended)
+    largest = report["tensors"][:3]
     assert [t["bytes"] / MIB for t in largest] == [20, 16, 12]
     assert [t["shape"] for t in largest] == [[5 * MIB], [4 * MIB], [3 * MIB]]
     assert {(t["dtype"], t["device"]) for t in largest} == {("float32", "cpu")}
-    assert (found["attempt"], found["step"], found["kind"]) == (1, 7, "host_oom")
+    assert (report["attempt"], report["step"], report["kind"]) == (1, 7, "host_oom")
     [event] = events(ended, "out_of_memory")
     assert (event["tensors"], event["snapshot"]) == ("oom-attempt-1.json", None)
     assert (event["attempt"], event["step"]) == (1, 7)
@@ -161,7 +161,7 @@ def test_running_out_in_steps_is_recorded_once(tmp_path):
     with trained(run):
         for step in (1, 2):
             run.backward(loss_of, torch.zeros(16, 1), model)
-            assert run.micro_batcher.size == 4
+            assert run.micro_batcher.size == 4, f"step {step}"
             # the next step is tried whole again
             live_of(run).parts.split_by(live_of(run).parts.plan)
             run.progress(step)
@@ -220,11 +220,11 @@ def emptied(steps, frequency, threshold, *, comes_back):
 @given(st.integers(1, 200), st.floats(0, 1))
 def test_memory_soon_taken_again_is_returned_less_often(frequency, threshold):
     is_enough = threshold <= 0.8
-    found = emptied(2000, frequency, threshold, comes_back=False)
-    assert found == [frequency] * is_enough
+    once = emptied(2000, frequency, threshold, comes_back=False)
+    assert once == [frequency] * is_enough
     often = emptied(100_000, frequency, threshold, comes_back=True)
     assert len(often) <= 18 * is_enough
-    assert often[: len(found)] == found
+    assert often[: len(once)] == once
 
 
 def test_a_useful_check_makes_checks_frequent_again():

@@ -49,5 +49,5 @@ def test_a_git_that_hangs_costs_its_answer_only(tmp_path, monkeypatch, repositor
     monkeypatch.setenv("PATH", f"{git.parent}:/usr/bin:/bin")
     monkeypatch.setattr(environment, "GIT_SECONDS", 0.1)
     _launch(tmp_path / "run")
-    found = json.loads((tmp_path / "run" / "environment.json").read_text())
-    assert (found["git_commit"], found["git_dirty"]) == (None, None)
+    written = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert (written["git_commit"], written["git_dirty"]) == (None, None)

@@ -105,7 +105,9 @@ def test_a_request_costs_one_save_in_the_background(asking):
     assert not asking.run.should_save()
     assert not asking.has_replied()
     asking.ask("checkpoint")
-    assert asking.run.should_save(), "the one that is written is older than this request"
+    assert asking.run.should_save(), (
+        "the checkpoint that is being written is older than this request"
+    )
     is_free.set()
     live.saves.finish()
     assert asking.reply(1)["answer"]["step"] == 1
@@ -230,7 +232,7 @@ def test_a_signal_within_a_handler_blocks_nothing(tmp_path):
     interrupted = threading.Event()
 
     def asks(place):
-        """Ask to stop, and once more after so many lines of that."""
+        """Ask to stop, and ask again after ``place`` lines of the first call."""
         lines = iter(range(place))
 
         def trace(frame, event, argument):

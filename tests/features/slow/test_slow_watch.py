@@ -25,14 +25,14 @@ print(json.dumps(_describe_gpu_problems(read_inventory().gpus)))
 
 OF_A_NEIGHBOUR = """
 import subprocess, sys, time
-own = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=-1)
-print(own.pid, flush=True)
+trainer = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=-1)
+print(trainer.pid, flush=True)
 while not (inventory := read_inventory()).gpus[0].processes:
     time.sleep(0.02)
 watch = SlowWatch(inventory.gpus[:1], print)
 watch.poll()
 print(json.dumps(_describe_gpu_problems(inventory.gpus[:1])))
-own.kill()
+trainer.kill()
 """
 
 
@@ -45,7 +45,7 @@ class Watched:
         self.watch = SlowWatch((), self.sent.append, lambda: self.now)
 
     def trains(self, minutes, *ranks):
-        """Return what is sent meanwhile."""
+        """Train for some minutes; return the notes that are sent in that time."""
         before = len(self.sent)
         for _ in range(int(2 * minutes)):
             self.now += 30
@@ -95,12 +95,12 @@ def test_a_neighbour_on_the_gpu_is_named(machine_with):
     machine = machine_with(Gpu(), Gpu())
     imports = OF_A_GPU[: OF_A_GPU.index("print")]
     process = machine.start(imports + OF_A_NEIGHBOUR)
-    own, neighbour = int(process.stdout.readline()), os.getpid()
-    machine.update(1, compute=[(own, 9), (neighbour, 9)])
-    machine.update(0, compute=[(own, 900), (neighbour, 900)])
-    found, errors = process.communicate(timeout=60)
+    trainer, neighbour = int(process.stdout.readline()), os.getpid()
+    machine.update(1, compute=[(trainer, 9), (neighbour, 9)])
+    machine.update(0, compute=[(trainer, 900), (neighbour, 900)])
+    output, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     assert "the trainer computes on GPU 1, which is not reserved for it" in errors
     user = getpass.getuser()
     text = f"process {neighbour} of {user} computes on GPU 0 too"
-    assert json.loads(found.splitlines()[-1]) == {f"process {neighbour}": text}
+    assert json.loads(output.splitlines()[-1]) == {f"process {neighbour}": text}

@@ -95,7 +95,7 @@ def test_ordinary_pauses_do_not_count_as_hanging(factors, first):
     pulse = replace(Pulse(), now=first).after_progress()
     for factor in factors:
         pulse = replace(pulse, now=pulse.now + factor * pulse.longest)
-        assert share(None, pulse) < 1
+        assert share(None, pulse) < 1, factor
         pulse = pulse.after_progress()
 
 
@@ -215,15 +215,15 @@ def test_a_suspended_attempt_does_not_hang(watched):
     assert watched.wait(2000) is None
     watched.signal(signal.SIGCONT, watched.pids[0])
     stands = watched.wait(700, printing=True)
-    assert stands is not None, "what the others print is no sign of life then"
+    assert stands is not None, "output of the other ranks is not a sign of life then"
     assert stands.seconds < 700
 
 
 def test_time_of_a_suspended_launcher_does_not_count(watched, clock):
     watched.watch.event(Progress(1))
-    for _ in range(3):
+    for day in (1, 2, 3):
         clock.now += 86_400.0
-        assert watched.watch.detect_hang() is None
+        assert watched.watch.detect_hang() is None, f"day {day}"
     assert watched.wait(500) is None
 
 

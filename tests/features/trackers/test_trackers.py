@@ -32,8 +32,8 @@ def mlflow(monkeypatch):
 
     def begin(run, **tags):
         data = types.SimpleNamespace(tags=tags)
-        found = types.SimpleNamespace(info=types.SimpleNamespace(run_id=run), data=data)
-        module.active_run = lambda: found
+        active = types.SimpleNamespace(info=types.SimpleNamespace(run_id=run), data=data)
+        module.active_run = lambda: active
 
     monkeypatch.setitem(sys.modules, "mlflow", module)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -47,7 +47,7 @@ def test_wandb_gets_the_jobs_id(tmp_path, monkeypatch):
     for is_there, expected in ((None, {}), (object(), WANDB)):
         monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name, it=is_there: it)
         assert given(tmp_path, shares_packages=True) == expected
-        assert given(tmp_path) == WANDB
+        assert given(tmp_path) == WANDB, f"{is_there=}"
 
 
 def test_mlflow_gets_the_run_that_was_active_last(tmp_path, mlflow, monkeypatch):
@@ -137,4 +137,4 @@ def test_a_broken_tracker_costs_only_its_note(tmp_path, mlflow):
     TrackerNote(tmp_path, "abc").poll()
     for content in ("{", "[1]", json.dumps({"job": "abc", "mlflow_run_id": 3})):
         (tmp_path / "trackers.json").write_text(content)
-        assert given(tmp_path) == WANDB
+        assert given(tmp_path) == WANDB, content

@@ -17,9 +17,9 @@ for step in range(first + 1, STEPS + 1):
         happens(step, events=("kill of a child",))
     if rank == 0:
         happens(step, events=("bug", "wait"))
-    own = torch.tensor(gradient(weights, samples(step)[rank::2]), dtype=torch.float64)
-    torch.distributed.all_reduce(own)
-    weights = stepped(weights, (own / 2).tolist())
+    summed = torch.tensor(gradient(weights, samples(step)[rank::2]), dtype=torch.float64)
+    torch.distributed.all_reduce(summed)
+    weights = stepped(weights, (summed / 2).tolist())
     if rank == 0:
         save(f"checkpoints/{step}.json", step, weights)
 torch.distributed.destroy_process_group()
