@@ -72,6 +72,7 @@ def test_ranks_that_would_resume_different_checkpoints_say_so(group):
     for line in group["other disk"]:
         assert "different checkpoints" in line
         assert "all nodes must share one folder" in line
+        assert "remove it" not in line
 
 
 def test_a_replaced_wrapper_is_looked_up_again(monkeypatch):

@@ -9,6 +9,7 @@ checkpoint is always the newest on the disk, whatever an earlier process reporte
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import time
@@ -94,7 +95,10 @@ def wait_until_readable(read: Callable[[], T], *, sleep: Callable[[float], None]
             problem = f"{path}: cannot be read now ({error.strerror or error})"
             pause = next(pauses, None)
             if pause is None:
-                problem += "; nothing was changed; if it stays unreadable, remove it"
+                problem += "; nothing was changed"
+                # With a stale handle, or with another folder on another node, the file is intact.
+                if error.errno != errno.ESTALE:
+                    problem += "; if it stays unreadable, remove it"
                 raise make_folder_error(problem, error) from error
         log.warning("%s; trying again in %g s", problem, pause)
         sleep(pause)
