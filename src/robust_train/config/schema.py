@@ -417,7 +417,7 @@ class RobustConfig(PlainConfig):
 
     @property
     def data_folder(self) -> str | None:
-        """The folder in which the built-in trainer needs existing data, or None if it needs none."""
+        """The folder in which the built-in trainer expects existing data, or None."""
         data = self.dataset
         if not self.is_built_in:
             return None

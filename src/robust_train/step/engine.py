@@ -75,7 +75,7 @@ class Step(PartRunner[T]):
         return results
 
     def _run_each(self, batch: Batch[T]) -> Results[T]:
-        """Run a batch whose parts are independent. If memory runs out, only that part is repeated."""
+        """Run a batch of independent parts. If memory runs out, only that part is repeated."""
         self._ranks_wait = False
         self._batches = [batch]
         parts = batch.parts
