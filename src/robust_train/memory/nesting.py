@@ -1,4 +1,4 @@
-"""Rebuild nested containers around changed values, for example around the tensors of a batch.
+"""Rebuilds nested containers around changed values, for example around the tensors of a batch.
 
 Imports no torch. The functions that split a batch, or move its tensors to the host, call
 :func:`rebuild` in the process that trains.

@@ -1,4 +1,4 @@
-"""Frozen dataclasses to JSON and back. Every process uses it for events, records and requests."""
+"""Converts frozen dataclasses to JSON and back, in every process: events, records, requests."""
 
 from __future__ import annotations
 

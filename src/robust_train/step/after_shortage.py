@@ -1,4 +1,4 @@
-"""Decide how a step continues after memory ran out in a part of it.
+"""Decides how a step continues after memory ran out in a part of it.
 
 `decide` is a pure function. The part runner calls it in the process that trains, and carries out
 the decision:

@@ -1,4 +1,4 @@
-"""Run a part of an optimizer step, and decide what follows if memory runs out in it.
+"""Runs a part of an optimizer step, and decides what follows if memory runs out in it.
 
 :class:`.engine.Step` inherits from :class:`PartRunner` and calls :meth:`PartRunner.try_part` for
 each part, in the process that trains. The pass over a part is a function call. If it raises, its

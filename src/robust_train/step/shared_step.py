@@ -1,4 +1,4 @@
-"""Share an optimizer step among several ranks: agree on its parts, and sum the gradients.
+"""Shares an optimizer step among several ranks, which agree on its parts and sum the gradients.
 
 The engine calls a :class:`SharedStep` in each rank's process. The parts of a replicated model run
 without collectives, and the gradients are summed after the last part. The passes of a model that

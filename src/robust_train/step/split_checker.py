@@ -1,4 +1,4 @@
-"""Check whether splitting a batch keeps its loss: compare a part's loss with those of its halves.
+"""Checks whether a split keeps the loss, by comparing a part's loss with its halves' losses.
 
 A loss that is a mean over samples adds up over parts. A contrastive loss, a Dice score or a mean
 over tokens without ``count`` does not, and parts would give another gradient. The code of a loss
