@@ -117,7 +117,7 @@ class LossPasses:
         self._error: Exception | None = None
 
     def begin_part(self) -> None:
-        """Begin with new samples, whose number formats are not known yet."""
+        """Begin with new samples, whose number formats are still unknown."""
         self.forget_whole()
         self._formats = NumberFormats()
 
