@@ -2,8 +2,8 @@
 
 ``config/schema.py`` and the features' ``model.py`` declare their keys with :func:`key`. Each
 process that reads a config calls :meth:`Declaration.value` for each key. Some keys accept several
-types, and name one of the functions below as ``read``, which converts a value to the type of the code.
-Pure.
+types, and name one of the functions below as ``read``, which converts a value to the type of the
+code. Pure.
 """
 
 from __future__ import annotations
