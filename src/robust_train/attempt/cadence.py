@@ -1,7 +1,7 @@
-"""When to save a checkpoint: often if that is cheap, more often if the job fails often.
+"""Decides when to save a checkpoint: often if saves are cheap, and more often if the job fails.
 
 :class:`.live.LiveAttempt` asks :class:`SaveClock` after each step, in the process that trains. Each
-save calls ``begin``, then ``copied`` if training continues during the write, and at last ``saved``
+save calls ``begin``, then ``copied`` if training continues during the write, and finally ``saved``
 or ``failed``.
 """
 
@@ -22,31 +22,32 @@ LEAST_SECONDS = 1.0
 checkpoint, which measures the cost of a save."""
 
 LARGEST_SHARE = 0.01
-"""The largest share of the time that saving takes, and that reading checkpoints back takes."""
+"""The largest share of the time that may be spent on saving, and on reading checkpoints back."""
 
 OWED_SECONDS = 60.0
-"""The time until a failed checkpoint is tried again."""
+"""The time after which a failed save is tried again."""
 
 _FIRST_COSTS = 6.0
-"""A job's first save takes this many times as long, because the memory of the copy has to be
-allocated first."""
+"""A job's first save takes this many times as long as later saves, because it also allocates the
+memory for the copy."""
 
 
 def seconds_between_saves(cost: float, failures: int, seconds: float) -> float:
-    """Return the time between two checkpoints.
+    """Return the time between two checkpoints in seconds.
 
-    The first checkpoint comes after a second. From then on saving takes at most 1 % of the time,
-    with 10 seconds to 5 minutes between checkpoints. A failure costs half the interval on average.
-    An interval of √(2 × cost × mean time between failures) loses least in total (Young 1974,
-    doi:10.1145/361147.361115), so a job that has failed uses Young's interval if it is shorter.
+    The first checkpoint is saved after a second. From then on, saving takes at most 1 % of the
+    time, with 10 seconds to 5 minutes between checkpoints. A failure costs half an interval on
+    average. An interval of √(2 × cost × mean time between failures) loses the least time in total
+    (Young 1974, doi:10.1145/361147.361115), so a job that has failed uses Young's interval if it is
+    shorter.
 
-    A job without failures is expected to fail once after running as long again. If Young's interval
-    is then below 10 seconds, it replaces the lower limit of 10 seconds.
+    A job that has not failed is treated as if it had failed once. If Young's interval is then below
+    10 seconds, it replaces the lower limit of 10 seconds.
 
     Args:
-        cost: how long a save holds training up in seconds, 0 if unknown.
-        failures: how often the job has failed so far.
-        seconds: the time in which it failed that often.
+        cost: the seconds for which a save holds up training, 0 if unknown.
+        failures: the number of failures so far.
+        seconds: the time since the job began.
     """
     youngs_interval = math.sqrt(2 * cost * max(seconds, 0.0) / max(failures, 1))
     youngs_interval = max(youngs_interval, LEAST_SECONDS)
@@ -58,13 +59,13 @@ def seconds_between_saves(cost: float, failures: int, seconds: float) -> float:
 
 
 class SaveClock:
-    """Measures the cost of a save, and knows when the next checkpoint is due."""
+    """Measures the cost of saves, and decides when the next checkpoint is due."""
 
     def __init__(
         self,
         plan: SavePlan,  # the settings of the config
         *,
-        # How long the job's last save held training up in seconds, 0 if unknown.
+        # Seconds for which the job's last save held up training, 0 if unknown.
         cost: float = 0.0,
         # Number of the job's earlier attempts.
         failures: int = 0,
@@ -80,13 +81,13 @@ class SaveClock:
         # The start of the last save, and the step at that time.
         self._saved_at = now()
         self._saved_step: int | None = None
-        # The start of a save that still holds training up, None otherwise.
+        # The start of a save that still holds up training, None without such a save.
         self._saving_since: float | None = None
         self._has_saved = False
         self._retries_at = 0.0  # set after a failed save
         self._calls = 0
         self.interval = 0.0  # seconds between the last two written checkpoints
-        self.spent = 0.0  # seconds for which saves have held training up
+        self.spent = 0.0  # seconds for which saves have held up training
 
     def is_due(self, step: int | None) -> bool:
         """Return whether to save after optimizer step ``step``. If ``step`` is None, each call
@@ -112,7 +113,7 @@ class SaveClock:
         """Record the start of a save."""
         self._mark(step)
         self._saving_since = self._saved_at
-        # This save is the retry, so no other save is due before its write has ended.
+        # This save is the retry, so another save is not due until its write has ended.
         self._retries_at = 0.0
 
     def copied(self) -> None:
@@ -135,8 +136,8 @@ class SaveClock:
         self._retries_at = self._now() + OWED_SECONDS
 
     def saved(self, step: int | None) -> float:
-        """Record that a checkpoint is on the disk. Returns how long its save held training up in
-        seconds, 0 if that is unknown."""
+        """Record that a checkpoint is on the disk. Return the seconds for which its save held up
+        training, 0 if unknown."""
         self._retries_at = 0.0
         now = self._now()
         self.interval = now - self._last_written

@@ -1,6 +1,6 @@
 """Errors of checkpoints, and how all ranks get the error of one rank.
 
-The other files about checkpoints and the integrations use it in the process that trains.
+The other modules about checkpoints and the integrations use it in the process that trains.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def is_disk_error(error: BaseException) -> bool:
 
 
 def run_on_all_ranks(act: Callable[[], Any], gather: Callable[[Any], list[Any]]) -> Any:
-    """Call ``act``, which every rank does, and return its result.
+    """Call ``act`` on every rank, and return its result.
 
     If ``act`` fails on a rank because of the disk, the memory or the checkpoint, all ranks raise
     the error of the first such rank. Otherwise the other ranks would wait for it in the next

@@ -1,4 +1,4 @@
-"""Write checkpoints: each is complete or absent, and is checked before it is reported.
+"""Writes checkpoints: each is complete or absent, and is checked before it is reported.
 
 :class:`.saves.Saves`, the integrations and the built-in trainer use it in the process that trains.
 :class:`CheckpointFolder` copies the content to host memory (:mod:`.host_copies`), and a thread

@@ -77,7 +77,7 @@ class Code:
             self._log_changes(changed)
 
     def _has_changed(self, source: _Source) -> bool:
-        """Return whether a file differs from its record, and that is news to the user."""
+        """Return whether a file differs from its record and the user does not know of it yet."""
         before = self._recorded.get(source.name)
         if before is None or before.digest == source.digest:
             return False

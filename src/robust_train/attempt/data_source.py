@@ -1,7 +1,7 @@
 """How a loader draws its samples, as far as its attributes show, and how to count and cut batches.
 
-:mod:`.data_position` uses it in the process that trains. Nothing here draws a sample or a random
-number.
+:mod:`.data_position` uses this module in the process that trains. Nothing here draws a sample or a
+random number.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def cut_first_samples(batch: Any, samples: int, sizes: range) -> Any:
 
     Returns:
         None if the batch cannot be cut, or if its length is not in ``sizes``: it then counts
-            something else than samples.
+            something other than samples.
     """
     if "torch" not in sys.modules:
         return None

@@ -1,6 +1,6 @@
-"""Describe the exception that ended an attempt, for the launcher.
+"""Describes the exception that ended an attempt, for the launcher.
 
-The runner calls it in the process that trains.
+The runner calls `describe_end` in the process that trains.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from robust_train.model.errors import (
 from robust_train.model.events import Failed
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 
-# A larger exception is not sent. The launcher then raises the failure without it.
+# A larger exception is not sent. The launcher then raises the failure without the exception.
 _LARGEST_ERROR_BYTES = 20_000
 # Example: "Unsupported interpolation type my_resolver"
 _NO_RESOLVER = re.compile(r"Unsupported interpolation type (\w[\w.]*)")
@@ -37,7 +37,7 @@ _OUR_MODULES = ("robust_train.attempt.runner", "robust_train.attempt.loading")
 
 
 def describe_end(error: BaseException, with_evidence: Callable[[Failure], Failure]) -> Failed:
-    """Return the event of an attempt that ``error`` ended.
+    """Return the event for an attempt that ended with ``error``.
 
     Args:
         error: the exception that the trainer raised.
@@ -103,7 +103,7 @@ def _trainer_traceback(error: BaseException) -> str:
 
 
 def _without_omegaconf(frames: TracebackType | None) -> TracebackType | None:
-    """Cut off OmegaConf's frames: the mistake is in the line that reads the key."""
+    """Cut off OmegaConf's frames, because the mistake is in the line that reads the key."""
     frame = frames
     while frame is not None:
         inner = frame.tb_next

@@ -1,4 +1,4 @@
-"""Save the state at the end of training, and wait for space if the disk is full.
+"""Saves the state at the end of training, and waits for space if the disk is full.
 
 The runner, the integrations and the built-in trainer call it in the process that trains. A
 checkpoint during training is skipped if the disk is full. Without the last checkpoint, another

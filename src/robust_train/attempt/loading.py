@@ -1,8 +1,8 @@
-"""Import a trainer by its reference, and call it.
+"""Imports a trainer by its reference, and calls it.
 
-:mod:`.interpreter` and ``launcher.inline`` use :func:`load` in the process that trains, and the
-runner :func:`call_with_run`. A trainer is a function of a module, a function of the user's script,
-which is imported under another name than ``__main__``, or a pickled object.
+:mod:`.interpreter` and ``launcher.inline`` call :func:`load` in the process that trains, and the
+runner calls :func:`call_with_run`. A trainer is a function of a module, a function of the user's
+script, which is imported under a name other than ``__main__``, or a pickled object.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from robust_train.readable import named_line
 Trainer = Callable[..., Any]
 
 _EXTRAS = frozenset({"accelerate", "lightning", "transformers"})
-"""Packages that an extra with the same name installs."""
+"""Packages that this package's extra of the same name installs."""
 
 
 def load(ref: TrainerRef) -> Trainer:
@@ -60,7 +60,7 @@ def load(ref: TrainerRef) -> Trainer:
 
 
 def _import_module(ref: TrainerRef) -> tuple[Any, list[str]]:
-    """Import the longest part of the path that is a module. Returns it and the remaining names."""
+    """Import the longest prefix of the path that is a module. Return it and the remaining names."""
     parts = ref.parts()
     for end in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:end])
@@ -70,8 +70,8 @@ def _import_module(ref: TrainerRef) -> tuple[Any, list[str]]:
             return importlib.import_module(name), parts[end:]
         except Exception as error:
             missing = error.name if isinstance(error, ModuleNotFoundError) else None
-            # This part of the path is not a module. A missing module of another name is an error
-            # inside the trainer's module.
+            # This prefix is not a module, so a shorter prefix is tried. If a module of another name
+            # is missing, the error is inside the trainer's module.
             if missing and (name == missing or name.startswith(missing + ".")):
                 continue
             raise _import_error(ref, error) from error
@@ -106,8 +106,8 @@ def _load_main(ref: TrainerRef, main: MainModule) -> None:
 
 
 def _name_main(module: ModuleType, main: MainModule) -> None:
-    """Set the attributes by which :mod:`multiprocessing` finds the script, and the script its
-    package."""
+    """Set the attributes by which :mod:`multiprocessing` finds the script, and by which the script
+    finds its package."""
     module.__file__ = main.file
     if main.name:
         module.__spec__ = importlib.util.find_spec(main.name)
@@ -123,7 +123,7 @@ def _rename_definitions(owner: ModuleType | type) -> None:
     name for a process that cannot import them, and caches results by the name alone.
     """
     for value in list(vars(owner).values()):
-        # For a static method or a class method this is the function.
+        # In a static method or a class method, the function is in ``__func__``.
         defined = getattr(value, "__func__", value)
         is_definition = isinstance(defined, (FunctionType, type))
         if is_definition and defined.__module__ == MAIN_MODULE:
@@ -151,8 +151,8 @@ def _unpickle(ref: TrainerRef, pickled: bytes) -> Trainer:
 
 
 def _names_used_by(trainer: object) -> Iterator[dict[str, Any]]:
-    """Yield the names of ``__main__`` that a callable uses, as dictionaries. A partial, a method,
-    an object with ``__call__`` and a decorated function consist of other callables."""
+    """Yield the names of ``__main__`` that a callable uses, as dictionaries. The callables inside a
+    partial, a method, an object with ``__call__`` or a decorated function are included."""
     to_do: list[Any] = [trainer]
     seen = set[int]()
     while to_do:
@@ -178,7 +178,7 @@ def _names_used_by(trainer: object) -> Iterator[dict[str, Any]]:
 
 
 def _import_error(ref: TrainerRef, error: Exception) -> ConfigError:
-    """Return an error of one line for an exception that importing the trainer raised."""
+    """Return a one-line error for an exception that was raised while importing the trainer."""
     if isinstance(error, ConfigError):
         return error
     no_room = explain_failed_import(ref.path, error)

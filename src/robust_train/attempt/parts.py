@@ -1,4 +1,4 @@
-"""How finely an attempt splits its batches: the settings of the micro-batcher, which it creates.
+"""Collects the settings for splitting an attempt's batches, and creates the micro-batcher.
 
 :class:`.live.LiveAttempt` holds one :class:`Parts` in each process that trains. The settings come
 from the config, from features and from a script; the first batch that is split fixes them.
@@ -56,7 +56,7 @@ class Parts:
         self.plan = plan
 
     def search_with(self, search: SizeSearch) -> None:
-        """Let ``search`` find the largest batch that fits, in the first step."""
+        """Let ``search`` find the largest batch that fits during the first step."""
         self.search = search
 
     def check_by(self, rule: SplitRule) -> None:

@@ -1,4 +1,4 @@
-"""Run one rank of an attempt with several processes on this machine.
+"""Runs one rank of an attempt with several processes on this machine.
 
 :mod:`.interpreter` calls :func:`run_rank` in the process of the rank. It sets the environment
 variables by which torch and other libraries find the ranks, as torchrun does. Rank 0 hosts the

@@ -1,4 +1,4 @@
-"""Load the checkpoint that an attempt resumes from, or an earlier checkpoint if it is damaged.
+"""Loads the checkpoint that an attempt resumes from, or an earlier checkpoint if it is damaged.
 
 ``run.load`` and the built-in trainer call :func:`read_newest` in the process that trains, on all
 ranks together. The ranks agree on one file: rank 0 lists the candidates, and a candidate that one

@@ -1,4 +1,4 @@
-"""Run one attempt: call the trainer, and send its result or failure to the launcher.
+"""Runs one attempt: calls the trainer, and sends its result or failure to the launcher.
 
 ``attempt.interpreter`` calls :func:`run_attempt` in a process for this attempt, or for one of its
 ranks. ``launcher.inline`` calls it in the launcher's own process.

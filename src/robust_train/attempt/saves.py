@@ -1,7 +1,7 @@
-"""Load the checkpoint that an attempt resumes from, and save its checkpoints.
+"""Loads the checkpoint that an attempt resumes from, and saves its checkpoints.
 
-:class:`.live.LiveAttempt` holds one :class:`Saves` in each process that trains. A disk that does
-not take a checkpoint never ends training: :class:`Saves` logs a warning, and the checkpoint is owed
+:class:`.live.LiveAttempt` holds one :class:`Saves` in each process that trains. If a checkpoint
+cannot be written, training continues: :class:`Saves` logs a warning, and the checkpoint is owed
 until a later save succeeds.
 """
 
@@ -161,7 +161,7 @@ class Saves:
             self.try_to_write(lambda: folder.report_written(wait=wait))
 
     def try_to_write(self, write: Callable[[], object]) -> None:
-        """Write a checkpoint. If the disk does not take it, training continues."""
+        """Write a checkpoint. If that fails, training continues."""
         try:
             write()
         except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""``detach=true``: run the same command again in the background, where a logout does not end it.
+"""Runs the same command again in the background, where a logout does not end it (``detach=true``).
 
 The foreground command calls :func:`start`, and waits until the background command has started or
 ended. The background command calls :func:`report_start` as soon as it has a run folder, which sends

@@ -1,8 +1,8 @@
-"""Notifications about a job or a sweep: through a program of the user, or through Apprise URLs.
+"""Sends notifications about a job or a sweep, through a user's program or through Apprise URLs.
 
-The feature ``notifications`` passes each state and event of a job to :class:`Notifier`, in the
-launcher; a sweep does so for all of its jobs together. Each notification is sent by a process with
-a time limit (:mod:`.delivery`).
+The feature ``notifications`` passes each state and event of a job to a :class:`Notifier` in the
+launcher. A sweep has one notifier for all of its jobs. Each notification is sent by a child process
+with a time limit (:mod:`.delivery`).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ log = logging.getLogger("robust_train")
 
 TEXT_VARIABLE = "ROBUST_TRAIN_NOTIFY_TEXT"
 LAST_CHANCE_SECONDS = 10.0
-"""At the end of a job, its deliveries have this much time."""
+"""The time that deliveries still have when their job has ended."""
 
 _APPRISE_PROGRAM = "robust_train.children.apprise_program"
 _LONG_WAIT_SECONDS = 1800.0
 _POLL_SECONDS = 0.05
-# Fields of the state that a notification has too.
+# Fields of the state that a notification also has.
 _FIELDS = (
     "id",
     "state",
@@ -53,9 +53,9 @@ _FIELDS = (
 
 
 def notify_settings(config: NotifyConfig, environ: Mapping[str, str]) -> NotifyConfig:
-    """Return the settings of a job's notifications, with the URLs, which ``hide_urls`` has moved
-    from the config to ``environ``. A job of a sweep gets no targets, because the sweep sends one
-    notification for all of its jobs."""
+    """Return the settings of a job's notifications. The URLs come from ``environ``, to which
+    ``hide_urls`` moved them from the config. A job of a sweep gets no targets, because the sweep
+    sends one notification for all of its jobs."""
     if sweep_folder() is not None:
         return NotifyConfig()
     urls = tuple(environ.get(URLS_VARIABLE, "").split())
@@ -97,18 +97,18 @@ class Notifier:
     def __init__(self, settings: NotifyConfig) -> None:
         self.has_failed = False
         self._settings = settings
-        # Whether the job last waited for a GPU or had one. Training on the CPU is an event then.
+        # Whether the job last waited for a GPU or had a GPU. Training on the CPU is then an event.
         self._hopes_for_gpu = False
         # Whether the last checkpoint failed. A disk that stays full is reported once.
         self._is_unsaved = False
         # The last event, and the start of its state, so that each event is reported once.
         self._last_event = ("", 0.0)
         self._deliveries: list[Delivery] = []
-        # If the launcher itself runs the attempt, `poll` is called in another thread.
+        # If the attempt runs in the launcher's process, `poll` is called in another thread.
         self._lock = threading.Lock()
 
     def poll(self, state: RunState) -> None:
-        """Notify of a job's new state, if it is an event, and check the current deliveries."""
+        """Send a notification if a job's new state is an event, and check current deliveries."""
         with self._lock:
             event = self._event_of(state)
             if event and self._last_event != (event, state.since):
@@ -117,8 +117,8 @@ class Notifier:
             self._collect()
 
     def on_event(self, event: Event, state: RunState) -> None:
-        """Notify of an event of the job, if it has a notice. A series of failed checkpoints is
-        reported once."""
+        """Send a notification if an event has a notice. A series of failed checkpoints is reported
+        once."""
         if isinstance(event, CheckpointSaved):
             self._is_unsaved = False
             return
@@ -133,7 +133,7 @@ class Notifier:
             self._notify(notice.kind, state, f"{state.name} on {state.host}{notice.text}")
 
     def _event_of(self, state: RunState) -> str:
-        """Return the event that a job's state is, empty if it is none."""
+        """Return the name of the event for a job's state, empty if the state is not an event."""
         hoped_for_gpu = self._hopes_for_gpu
         is_waiting = state.state == "waiting"
         if is_waiting or state.device is not None:
@@ -163,7 +163,7 @@ class Notifier:
         self.send(event, text, fields)
 
     def send(self, event: str, text: str, fields: Mapping[str, Json]) -> None:
-        """Start to deliver a notification, if the settings name its event."""
+        """Start to deliver a notification if the settings name its event."""
         if event not in self._settings.on and event != "test":
             return
         text = shorten(text, 1000)

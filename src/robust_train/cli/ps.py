@@ -1,4 +1,4 @@
-"""``robust-train ps``: lists the user's jobs and sweeps, a line each, the newest last."""
+"""``robust-train ps``: lists the user's jobs and sweeps, one per line, the newest last."""
 
 from __future__ import annotations
 

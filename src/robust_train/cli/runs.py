@@ -290,8 +290,8 @@ def best(arguments: Namespace) -> Answer:
         "folder": row.folder,
         "checkpoint": checkpoint,
     }
-    # Overrides of the sweep itself are left out. For example, detach=true would send a command that
-    # contains these words into the background.
+    # Overrides that concern the sweep itself are left out. For example, a command with detach=true
+    # would run in the background.
     words = shlex.join(select_job_overrides(row.overrides))
     shown = checkpoint if arguments.checkpoint else words
     if shown is None and not arguments.json:

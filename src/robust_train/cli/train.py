@@ -1,4 +1,4 @@
-"""The commands that Hydra composes a config for: ``robust-train train``, ``train_robust.py``,
+"""The commands for which Hydra composes a config: ``robust-train train``, ``train_robust.py``,
 ``train.py`` and a project's ``main.py``.
 
 Each prepares the process and calls Hydra, which calls a function of ``cli/jobs.py`` for each job.

@@ -33,7 +33,7 @@ def starts_ranks_itself(trainer: Any) -> bool:
 
 
 def step_schedulers(trainer: Any) -> None:
-    """Let a Lightning ``Trainer`` step ReduceLROnPlateau at the end of a resumed epoch too."""
+    """Make a Lightning ``Trainer`` step ReduceLROnPlateau at the end of a resumed epoch too."""
     trainer.fit_loop._restarting = False
 
 

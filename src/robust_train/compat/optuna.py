@@ -15,7 +15,7 @@ def open_trial(study: Any, trial: Any) -> Any:
 
 
 def suggest(trial: Any, name: str, space: Any) -> Any:
-    """Return an Optuna trial's value for a key. A new value is suggested if it has none."""
+    """Return an Optuna trial's value for a key. If it has no value, a new value is suggested."""
     return trial._suggest(name, space)
 
 

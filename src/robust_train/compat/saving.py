@@ -1,4 +1,4 @@
-"""Redirect functions that save tensors, and read files of ``torch.distributed.checkpoint``.
+"""Redirects functions that save tensors, and reads files of ``torch.distributed.checkpoint``.
 
 ``attempt.checkpoints`` and ``attempt.read_checkpoint`` use it in the process that trains.
 """

@@ -1,8 +1,8 @@
 """Registers the package's keys with Hydra, and completes a config with their defaults.
 
-Hydra and OmegaConf get the keys as typed nodes in a root that also accepts a user's own keys. The
-YAML files under ``configs/`` refer to these nodes by name, so every process that composes a config
-registers them first. The launcher calls `complete` for a config that a program passes.
+The keys are typed nodes in a root config that also accepts a user's own keys. The YAML files under
+``configs/`` refer to these nodes by name, so every process that composes a config calls `register`
+first. If a program passes a config to the launcher, `complete` adds the missing keys.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from robust_train.model.errors import ConfigError
 
 _GROUPS: dict[str, Any] = {"model": {}, "dataset": {}, "trainer": {}}
 
-# Keys of ``training`` whose default is the value of another key, with an interpolation of that key.
+# Interpolations for the keys of ``training`` whose default is the value of another key.
 _FOLLOWING = {
     item.name: f"${{oc.select:{item.metadata['key'].follows},{item.default}}}"
     for item in fields(TrainingConfig)
@@ -35,8 +35,8 @@ _FOLLOWING = {
 
 
 def open_root(root: Group) -> DictConfig:
-    """Return a root with typed keys that accepts other keys as well. A dataclass as Hydra's root
-    would reject a user's top-level keys."""
+    """Return a root config with typed keys that accepts other keys as well. With a dataclass as the
+    root, Hydra would reject a user's top-level keys."""
     config = OmegaConf.create({})
     for name, node in _make_nodes(root).items():
         config[name] = node
@@ -54,7 +54,7 @@ def group_node(group: Group) -> DictConfig:
 
 def _make_nodes(group: Group) -> dict[str, Any]:
     """Return a node for each member of a group, by name."""
-    # The typed nodes of each dataclass, which declares several keys.
+    # A dataclass declares several keys, so its nodes are made once.
     nodes_by_owner: dict[type, dict[str, object]] = {}
     nodes: dict[str, Any] = {}
     for name, member in group.members.items():
@@ -74,7 +74,7 @@ def _untyped_node(key: Key) -> object:
     """Return the node of a key that accepts several types."""
     value = key.item.default if key.about.written is ... else key.about.written
     if isinstance(value, tuple):
-        # OmegaConf 2.4 keeps a tuple, which a user's list could not replace.
+        # OmegaConf 2.4 keeps a tuple as it is, and a user's list could not replace it.
         value = list(value)
     return nodes_of(OmegaConf.create({"value": value}))["value"]
 
@@ -103,8 +103,8 @@ def store_group(group: str, option: str, owner: type, *, base: type | None = Non
 
 
 def complete(cfg: Mapping[str, Any] | DictConfig) -> DictConfig:
-    """Complete ``cfg``, which has any part of the keys, with the defaults of :class:`RobustConfig`.
-    In a project's config, complete its group ``robust``.
+    """Add the missing keys to ``cfg``, with the defaults of :class:`RobustConfig`. In a project's
+    config, add them to its group ``robust``.
 
     Raises:
         ConfigError: a value has the wrong type.
@@ -113,8 +113,8 @@ def complete(cfg: Mapping[str, Any] | DictConfig) -> DictConfig:
     whole = given if isinstance(given, DictConfig) else OmegaConf.create(given)
     if not is_theirs(whole):
         completed = _complete(whole)
-        # The cache has the time that the caller's config may already have resolved ``now`` to. The
-        # run folder may be named after it.
+        # The caller's config may already have resolved ``now``, and the run folder may be named
+        # after that time, so the cached value is kept.
         OmegaConf.copy_cache(whole, completed)
         return completed
     whole = whole.copy()
@@ -136,8 +136,8 @@ def _complete(cfg: Any, prefix: str = "") -> DictConfig:
 
 
 def plain_config(cfg: DictConfig) -> DictConfig:
-    """Return the config of a ``train.py`` job: one attempt, which chooses no GPU and does not
-    wait."""
+    """Return the config of a ``train.py`` job: one attempt, which neither chooses nor waits for a
+    GPU."""
     plain = complete(cfg)
     is_program = OmegaConf.select(plain, "trainer.argv") is not None
     plain.isolation = "process" if is_program else "none"
@@ -161,7 +161,7 @@ def _as_config_error(error: OmegaConfBaseException, prefix: str) -> ConfigError:
     return unknown_key(name, accepted, f"{parent}.")
 
 
-# Both are registered at import, because the processes of Hydra's launchers build no search path.
+# Both are registered on import, because the processes of Hydra's launchers build no search path.
 # The process id is cached like Hydra's ``now``, so that the jobs of a sweep that run in other
 # processes have the same sweep folder.
 register_resolver("robust_pid", os.getpid, use_cache=True)

@@ -233,7 +233,7 @@ def composed(
 ) -> DictConfig:
     """Return a config with overrides, by default the config of ``train_robust.py``. ``config_path``
     is its folder, or None for Hydra's ConfigStore."""
-    # A sweep may be running, whose Hydra is put back below.
+    # A sweep may be running, so its Hydra is restored below.
     running = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     folder = config_path or "pkg://hydra.conf"

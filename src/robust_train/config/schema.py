@@ -1,6 +1,6 @@
 """Declares the kernel's keys: name, type, default, accepted values and meaning.
 
-Each other key is declared in the ``model.py`` of its feature. ``just keys`` writes the comments in
+Every other key is declared in the ``model.py`` of its feature. ``just keys`` writes the comments in
 ``configs/*.yaml`` and the tables of ``docs/configuration.md`` from these declarations, and Hydra
 checks types by them. The launcher and attempts read the values from a :class:`RobustConfig`, which
 :func:`robust_train.config.checks.checked` creates once.
@@ -46,7 +46,7 @@ WORKERS = "training.num_workers"
 CHECKPOINTING = "training.gradient_checkpointing"
 
 UNREAD_IN_PROJECTS = ("seed", "training.prefetch_factor", "training.epochs", "training.lr")
-"""Keys that only a trainer with this package's config can read. The code of a Hydra project sees
+"""Keys that only a trainer with this package's config can read. The code of a Hydra project gets
 only the project's own config."""
 
 
@@ -209,8 +209,8 @@ class PlainConfig:
 class RobustConfig(PlainConfig):
     """The root of ``configs/robust.yaml``, which serves ``train_robust.py``.
 
-    After the keys, it has a few fields that :mod:`.checks` works out, and properties that answer
-    questions about several keys.
+    After the keys come a few fields that :mod:`.checks` computes, and properties that combine
+    several keys.
     """
 
     auto_device: bool | None = key(
@@ -345,8 +345,8 @@ class RobustConfig(PlainConfig):
     # The project's key for each of our keys that refers to a project's key. None if our keys are at
     # the root of the config.
     theirs: dict[str, str] | None = None
-    # The values (FeatureKeys) of each feature whose keys do not all have their defaults. OmegaConf
-    # does not accept that type here.
+    # The values of each feature whose keys do not all have their defaults. They are FeatureKeys,
+    # a type that OmegaConf does not accept here.
     of_features: tuple[Any, ...] = ()
 
     # --- the values of features' keys ---
@@ -370,7 +370,7 @@ class RobustConfig(PlainConfig):
         return None
 
     def having(self, keys: FeatureKeys) -> RobustConfig:
-        """Return the config with these values of a feature's keys."""
+        """Return a copy of the config with these values of a feature's keys."""
         kind = type(keys)
         values = [other for other in self.of_features if type(other) is not kind]
         has_defaults = keys == kind()
@@ -379,7 +379,7 @@ class RobustConfig(PlainConfig):
         return replace(self, of_features=tuple(values))
 
     def without(self, name: str) -> RobustConfig:
-        """Return the config with the defaults of the feature that declares the key ``name``."""
+        """Return a copy with the defaults of the feature that declares the key ``name``."""
         others = tuple(keys for keys in self.of_features if not hasattr(keys, name))
         return replace(self, of_features=others)
 
@@ -397,7 +397,7 @@ class RobustConfig(PlainConfig):
 
     @property
     def traits(self) -> Traits:
-        """The abilities of the trainer. The function of a project can be given a batch only if the
+        """The abilities of the trainer. A project's function can be given a batch size only if the
         project has a key for it."""
         if self.trainer.argv is not None:
             return PROGRAM
@@ -417,7 +417,7 @@ class RobustConfig(PlainConfig):
 
     @property
     def data_folder(self) -> str | None:
-        """The folder in which the built-in trainer needs existing data, or None."""
+        """The folder in which the built-in trainer expects existing data, or None."""
         data = self.dataset
         if not self.is_built_in:
             return None

@@ -1,9 +1,9 @@
 """Declares config keys, and checks and converts their values.
 
-``config/schema.py`` and the features' ``model.py`` declare their keys by :func:`key`. Every process
-that reads a config calls :meth:`Declaration.value` for each key. Some keys accept several types,
-and name one of the functions below as ``read``, which converts a value to the type of the code.
-Pure.
+``config/schema.py`` and the features' ``model.py`` declare their keys with :func:`key`. Each
+process that reads a config calls :meth:`Declaration.value` for each key. Some keys accept several
+types, and name one of the functions below as ``read``, which converts a value to the type of the
+code. Pure.
 """
 
 from __future__ import annotations

@@ -253,7 +253,7 @@ def _replacements(attempt: Attempt, config: RobustConfig, evidence: Evidence) ->
     if traits.is_program:
         replacements |= _FOR_A_SCRIPT if attempt.spec.has_batch else _WITHOUT_A_BATCH
     if not config.is_built_in:
-        # Only built-in trainers have the keys of a model.
+        # Only built-in trainers have the ``model`` keys that the advice names.
         replacements |= _FOR_ANY_MODEL
     elif not attempt.has_begun:
         # Built-in trainers report their first step, so activations took no memory yet.

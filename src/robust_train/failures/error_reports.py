@@ -2,7 +2,7 @@
 
 `reports_of` follows an exception to its causes. `reports_in` reads a message or the end of a log,
 where torch, Ray or a worker process may have quoted the traceback of the error that counts. The
-other modules of this room call both, in any process.
+other modules of ``failures`` call both, in any process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PROGRAMMING = (
     "InvalidRequestError"
 )
 PROGRAMMING_ERRORS = frozenset(_PROGRAMMING.split())
-# These errors are not certain to come from the program: a file may be missing because a disk or a
+# These errors need not come from the program: a file may be missing because a disk or a
 # server was unreachable for a moment.
 _FILE_ERRORS = (
     "FileExistsError FileNotFoundError IsADirectoryError NotADirectoryError PermissionError"
@@ -293,7 +293,7 @@ def _has_cause(report: ErrorReport, above: Sequence[str]) -> bool:
 
 
 def last_line_with_text(lines: Sequence[str]) -> str:
-    """Return the last line that is not blank, empty if all lines are."""
+    """Return the last line that is not blank, empty if all lines are blank."""
     for line in reversed(lines):
         if line.strip():
             return line

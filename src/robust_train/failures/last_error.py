@@ -92,8 +92,8 @@ def find_last_error(output: str, lines: list[str], *, is_native: bool) -> Matche
 
 
 def _lines_of_native_error(lines: list[str]) -> list[str]:
-    """Return the lines from the first native error to the end. If there is no native error, return
-    the lines that may explain the end."""
+    """Return the lines from the first native error on. Without a native error, return the lines
+    that may explain why the process ended."""
     for number, line in enumerate(lines):
         if NATIVE_ERROR.search(line):
             return lines[number:]
@@ -101,7 +101,7 @@ def _lines_of_native_error(lines: list[str]) -> list[str]:
 
 
 def _without_chatter(lines: list[str]) -> list[str]:
-    """Return the lines without log lines that do not explain the end."""
+    """Return the lines without log lines that cannot explain why the process ended."""
     return [line for line in lines if not _CHATTER.match(line)]
 
 

@@ -1,8 +1,8 @@
 """Looks up error reports in ``patterns.txt``, and reads the figures in their messages.
 
 `find_match` returns what a report means: its kind of failure, its library and a clue.
-`read_evidence` returns figures such as the requested bytes. The other modules of this room call
-both, in any process. Everything but `with_statistics` is pure.
+`read_evidence` returns figures such as the requested bytes. The other modules of ``failures`` call
+both, in the attempt's process and in the launcher. Everything but `with_statistics` is pure.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NOTHING = "(?!)"
 _FIGURE = "figure"
 _SIZE = r"(?P<number>\d[\d,]*(?:\.\d*)?)\s*(?P<unit>[kmgtpe]i?b?|bytes?|b)\b"
 _COUNT = r"(?P<number>\d+)(?P<unit>)"
-# The first letters of units, by powers of 1024. torch and MPS print "MB" for 1024 based units too,
+# The first letters of units, by powers of 1024. torch and MPS print "MB" for units of 1024 too,
 # and XLA prints the letter alone ("5.02G").
 _UNITS = "bkmgtpe"
 _PREEMPTIVE = re.compile(r"preemptively rejected", re.IGNORECASE)
@@ -41,7 +41,7 @@ _HEADER = re.compile(
     r"^\[(?P<kind>\w+), (?P<library>[\w. -]+)(?:, (?P<clue>\w+))?\](?P<names>.*)", re.MULTILINE
 )
 
-# If several processes failed at once, the first kind in this list decides, because its remedy keeps
+# If several processes failed at once, the first of these kinds decides, because its remedy keeps
 # the job alive.
 _PRIORITY = (
     FailureKind.DEVICE_OOM,
@@ -68,7 +68,7 @@ class Match:
 
 @dataclass(frozen=True)
 class Pattern:
-    """A section of ``patterns.txt``: a report with one of its types or words has its ``match``."""
+    """A section of ``patterns.txt``: the meaning of reports that have one of its types or words."""
 
     match: Match
     names: tuple[str, ...]  # names by which code refers to the section
@@ -91,7 +91,7 @@ class MatchedReport(NamedTuple):
 def _read_sections() -> Iterator[tuple[re.Match[str], list[str]]]:
     """Yield the header and the lines of each section of ``patterns.txt``."""
     text = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8")
-    # A word's definition may use words that are defined above it.
+    # A definition may use words that are defined above it, so the last is replaced first.
     for name, meaning in reversed(_VOCABULARY.findall(text)):
         text = text.replace(name, meaning)
     headers = list(_HEADER.finditer(text))
@@ -133,7 +133,7 @@ def _parse_figure(lines: Sequence[str]) -> list[re.Pattern[str]]:
     return [re.compile(text, re.IGNORECASE) for text in texts]
 
 
-# The patterns are compiled on import: once memory has run out, there is none left to compile them.
+# The patterns are compiled on import, because no memory may be left for it after a failure.
 _PATTERNS: list[Pattern] = []
 # The patterns of each figure, by its name in `Evidence`.
 _FIGURES: dict[str, list[re.Pattern[str]]] = {}
@@ -145,8 +145,8 @@ for _header, _lines in _read_sections():
 
 
 def find_match(report: ErrorReport) -> Match | None:
-    """Return a report's meaning, or None if no section matches, which is a bug by default. A match
-    of the kind ``bug`` is final, whatever caused the exception."""
+    """Return a report's meaning, or None if no section matches. The caller then assumes a bug. A
+    match of the kind ``bug`` is final, whatever caused the exception."""
     if not report.is_programming_error:
         patterns = [pattern for pattern in _PATTERNS if "apart" not in pattern.names]
     elif report.types[0] == "ValueError":
@@ -175,11 +175,11 @@ _WRITER = find_pattern("WRITER").match
 
 
 def choose_match(matches: Iterable[tuple[ErrorReport, Match | None]]) -> MatchedReport | None:
-    """Return the match to act on, from reports each of which may be a consequence of the next.
+    """Choose the match to act on. Each report may be a consequence of the next report.
 
-    The first match decides. If several reports belong to a group of exceptions, the worst of them
-    decides. A file that was not written to its end may have any cause, so then the next match
-    decides if there is one.
+    The first match decides. In a group of exceptions, the match with the highest priority decides.
+    A file that was not written to its end may have any cause, so the next match, if any, decides
+    instead.
     """
     matched: list[MatchedReport] = []
     for report, match in matches:
@@ -199,8 +199,7 @@ def _priority(candidate: MatchedReport) -> int:
 
 
 def read_evidence(text: str, match: Match) -> Evidence:
-    """Return the figures in a message, which is on one line, and the clue and library of its
-    match."""
+    """Return the figures in a one-line message, with the clue and the library of its match."""
     figures: dict[str, Any] = {}
     for name, patterns in _FIGURES.items():
         figures[name] = _first_size_in(text, patterns)
@@ -217,9 +216,9 @@ def read_evidence(text: str, match: Match) -> Evidence:
 def _has_reached_own_limit(text: str, figures: dict[str, int | None]) -> bool:
     """Return whether torch refused the memory because of ``memory.fraction``.
 
-    torch asks the driver only below that limit. So the process reached it if the request exceeds
-    the allowed memory, if more was free than was requested, or if torch says that it rejected the
-    request "preemptively" (since 2.15).
+    torch asks the driver only below that limit. So the process reached the limit if the request
+    exceeds the allowed memory, if more memory was free than was requested, or if torch says that it
+    rejected the request "preemptively" (since 2.15).
     """
     if _PREEMPTIVE.search(text):
         return True
@@ -237,8 +236,8 @@ def _has_reached_own_limit(text: str, figures: dict[str, int | None]) -> bool:
 
 
 def with_statistics(evidence: Evidence, text: str) -> Evidence:
-    """Add figures that the message lacks from torch's statistics, if torch is loaded and has
-    started CUDA in this process."""
+    """Fill in figures that the message lacks from torch's statistics, if CUDA has started in this
+    process."""
     torch = sys.modules.get("torch")
     if torch is None or evidence.library not in _TORCH:
         return evidence
@@ -255,7 +254,7 @@ def with_statistics(evidence: Evidence, text: str) -> Evidence:
 
 
 def _read_statistics(torch: Any, text: str) -> dict[str, int]:
-    """Return torch's figures of the GPU that a message names, otherwise of the current GPU."""
+    """Return torch's figures for the GPU that a message names, otherwise for the current GPU."""
     device: int | None = None
     number = re.search(r"\bGPU (\d+)", text)
     if number is not None and int(number[1]) < torch.cuda.device_count():
@@ -271,7 +270,7 @@ def _read_statistics(torch: Any, text: str) -> dict[str, int]:
 
 
 def _first_size_in(text: str, patterns: Sequence[re.Pattern[str]]) -> int | None:
-    """Return the bytes that the first matching pattern finds in a text."""
+    """Return the size in bytes that the first matching pattern finds in a text, or None."""
     for pattern in patterns:
         size = pattern.search(text)
         if size is not None:

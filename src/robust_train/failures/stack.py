@@ -1,10 +1,10 @@
-"""Reads stacks: what a program did when it failed, crashed or hung. Pure.
+"""Reads stacks, which show where a program failed, crashed or hung. Pure.
 
 A stack is the text of a traceback. A failed attempt takes it from an exception (`stack_of`), and
 the launcher finds it in a process's output (`last_stack_in`, `native_stack_in`). `refine_match`
-uses it if a message leaves the cause open. For example, memory that ran out in ``Module.to`` ran
-out while the model was moved to the GPU, where a smaller batch does not help. The launcher calls
-`where_it_stands` for an attempt that hangs.
+uses the stack if the message alone leaves the cause open. For example, if memory ran out in
+``Module.to``, the model was being moved to the GPU, and a smaller batch does not help. The launcher
+calls `where_it_stands` for an attempt that hangs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _IN_THE_RUNNER = re.compile(r"[/\\]robust_train[/\\](?:attempt(?!.script)|launch
 _IN_ROBUST_TRAIN = re.compile(
     r"[/\\]robust_train[/\\](?:attempt(?!.script)|launcher|host|memory|step|folder)[/\\]"
 )
-# The headings above each process's stacks, which the launcher writes.
+# The launcher writes a heading above the stacks of each process.
 _START_OF_A_PROCESS = re.compile(r"^(?=(?:rank|process) \d+ \()", re.MULTILINE)
 _RANK = re.compile(r"^rank (?P<rank>\d+) \(process (?P<pid>\d+), (?P<status>.*)\)$", re.MULTILINE)
 _PROCESS = re.compile(r"^process (?P<pid>\d+) \(.*, (?P<status>[\w-]+)\)$", re.MULTILINE)
@@ -57,8 +57,8 @@ _OPEN_FILES = re.compile(r"Too many open files", re.IGNORECASE)
 
 
 def stack_of(exception: BaseException) -> str:
-    """Return an exception's stack as the text of a traceback. The main module's frame is one line
-    without a file."""
+    """Return an exception's stack as the text of a traceback. It begins with the main module's
+    frame, a line without a file."""
     lines = [_MAIN]
     for frame, _ in traceback.walk_tb(exception.__traceback__):
         name = frame.f_code.co_name
@@ -68,7 +68,7 @@ def stack_of(exception: BaseException) -> str:
 
 
 def last_stack_in(log: str) -> str:
-    """Return the last traceback that a log quotes, empty if there is none."""
+    """Return the last traceback in a log, empty if there is none."""
     _, separator, stack = log.rpartition(TRACEBACK)
     return stack if separator else ""
 
@@ -112,7 +112,7 @@ def native_stack_in(output: str) -> NativeStack | None:
 
 
 def _frames_of_trainer(frames: Iterable[str]) -> list[str]:
-    """Return the frames from the innermost to the trainer's outermost, which the runner called."""
+    """Return the frames, innermost first, up to the trainer's function that the runner called."""
     kept: list[str] = []
     for frame in frames:
         if _IN_THE_RUNNER.search(frame):
@@ -122,8 +122,9 @@ def _frames_of_trainer(frames: Iterable[str]) -> list[str]:
 
 
 def where_it_stands(stacks: str) -> str:
-    """Return the innermost frames outside of libraries in the stacks of an attempt that hangs, for
-    example ``rank 1 at train.py:12 in load``.
+    """Return where each process of an attempt hangs, for example ``rank 1 at train.py:12 in load``.
+
+    That is the innermost frame outside of libraries.
 
     Stopped processes come first. If no process has such a frame, the headings are returned.
 
@@ -177,31 +178,31 @@ def _trainer_frame_in(section: str) -> str:
 
 
 def refine_match(match: Match | None, report: ErrorReport, stack: str) -> Match | None:
-    """Return the match of a report's words, corrected by its stack."""
-    # A lock's file is in /dev/shm, which a container may lack. Only workers need such a file.
+    """Return the match that a report's words suggest, corrected by its stack."""
+    # A lock's file is in /dev/shm, which a container may lack. Only data-loader workers need it.
     if _MAKES_A_LOCK.search(stack):
         return Match(FailureKind.WORKER_DEATH, "multiprocessing")
     if match is None:
         return _match_network_code(report, stack)
     is_in_loader = _IN_A_LOADER.search(stack) is not None
     if is_in_loader and "ConnectionResetError" in report.types:
-        # This is the first sign of a killed worker if it was handing over a batch.
+        # If a worker is killed while it hands over a batch, this is the first sign.
         return Match(FailureKind.WORKER_DEATH, "torch", Clue.KILLED)
     if match.kind.is_memory:
         return replace(match, clue=_memory_clue(stack) or match.clue)
     is_in_worker = _IN_WORKER.search(report.text) is not None
     if is_in_worker and match.kind is FailureKind.DEVICE_FAULT:
-        # Each worker has a CUDA context of its own, so the training process is intact.
+        # Each worker has its own CUDA context, so the training process is intact.
         return Match(FailureKind.WORKER_DEATH, match.library)
     if _OPEN_FILES.search(report.text) and (is_in_worker or is_in_loader):
-        # Workers hand over each batch by file descriptors.
+        # Workers hand over batches through file descriptors.
         return Match(FailureKind.WORKER_DEATH, match.library)
     return match
 
 
 def _match_network_code(report: ErrorReport, stack: str) -> Match | None:
-    """Return a match for an error without known words if network code raised it, or waited until a
-    timeout."""
+    """Return a match for an error whose words are unknown, if it was raised in network code or is a
+    timeout of network code."""
     if report.is_programming_error:
         return None
     is_timeout = "TimeoutError" in report.types or _TIMEOUT.search(report.text) is not None

@@ -1,11 +1,12 @@
 """Records checkpoints in manifests, and finds the newest whole checkpoint of a job.
 
 A manifest is a small file with a checkpoint's job, step, size and checksum. The attempt's process
-writes both, and the launcher reads the manifests to decide from which checkpoint the job resumes. A
-checkpoint is not whole if it is missing, or if its size or checksum differs from its manifest.
+writes checkpoints and manifests. The launcher reads the manifests to decide from which checkpoint
+the job resumes. A checkpoint is not whole if it is missing, or if its size or checksum differs from
+its manifest.
 
-A full disk may have prevented the manifest of a checkpoint. A checkpoint without a manifest is
-never removed, and a job resumes from it if it is whole and its name has a later step.
+If the disk was full, a checkpoint may lack its manifest. Such a checkpoint is never removed, and a
+job resumes from it if it is whole and its name has a later step.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ log = logging.getLogger("robust_train")
 
 SUFFIX = ".manifest.json"
 SCHEMA = 1
-# At most this many manifests are kept for a trainer that never removes a checkpoint.
+# The most manifests that are kept if a trainer never removes a checkpoint.
 _MOST_MANIFESTS = 1000
 _GONE = (FileNotFoundError, NotADirectoryError)
 
@@ -59,7 +60,7 @@ class Position:
     in_pass: int = 0  # batches of the current pass over the loader
     samples: int | None = None  # samples of the current pass, None if not counted
     size: int | None = None  # samples in the largest batch of the pass
-    # The intended samples per batch: the loader's batch size, or the config's. 0 without either.
+    # The intended samples per batch: the batch size of the loader or of the config, 0 if unknown.
     asked: int = 0
     workers: int = 1  # data-loader workers that take turns to read a stream
     ranks: int = 1
@@ -96,9 +97,9 @@ class Manifest:
 
     @property
     def order(self) -> tuple[int, int, float]:
-        """Sort key of a job's checkpoints, the newest last.
+        """The sort key of a job's checkpoints, the newest last.
 
-        A checkpoint of a later attempt is newer, however its trainer counts steps.
+        A checkpoint of a later attempt is newer, whatever its step.
         """
         step = -1 if self.step is None else self.step
         return self.attempt, step, self.time
@@ -111,7 +112,7 @@ def record_checkpoint(folder: Path, new: Manifest) -> None:
 
     Args:
         folder: the run's folder of checkpoints. The checkpoint may be somewhere else.
-        new: the manifest, in which these three values are still missing.
+        new: the manifest, still without these three values.
 
     Raises:
         OSError: the checkpoint does not exist, or the manifest cannot be written.
@@ -171,7 +172,7 @@ def spoil(folder: Path, job: str, good_step: int, since: float = math.inf) -> No
         folder: the folder of checkpoints.
         job: the job's identity.
         good_step: the last step at which training was good. Later checkpoints are marked.
-        since: when training diverged. Checkpoints without a step are marked from then on.
+        since: when training diverged. Later checkpoints without a step are marked as well.
     """
 
     def loss_of(manifest: Manifest) -> str:
@@ -197,8 +198,8 @@ def pass_over_damaged(folder: Path, job: str, path: Path, *, lacks_file: bool = 
         folder: the folder of checkpoints.
         job: the job's identity.
         path: the checkpoint.
-        lacks_file: whether it is a folder that lacks a file. Otherwise a checkpoint that can be
-            read here is not damaged.
+        lacks_file: whether the checkpoint is a folder that lacks a file. Otherwise a checkpoint
+            that can be read here does not count as damaged.
 
     Returns:
         Whether the checkpoint was marked, because the job has another whole checkpoint.
@@ -221,8 +222,8 @@ def pass_over_damaged(folder: Path, job: str, path: Path, *, lacks_file: bool = 
 def newest_checkpoint(folder: Path, job: str) -> Manifest | None:
     """Return the checkpoint from which ``job`` resumes, or None to start from the beginning.
 
-    That is the newest whole checkpoint or, without a whole checkpoint, the newest changed one. The
-    file is read in full, because a library may load damaged bytes without an error.
+    That is the newest whole checkpoint or, if no checkpoint is whole, the newest changed
+    checkpoint. The file is read in full, because a library may load damaged bytes without an error.
 
     Raises:
         OSError: the folder, a manifest or a checkpoint cannot be read now.
@@ -265,7 +266,7 @@ def _has_other_content(manifest: Manifest) -> bool:
     return manifest.content is not None and manifest.content != content_of(manifest.path)
 
 
-# The form of the names of this package's own checkpoints.
+# This package's own checkpoints have names of this form.
 _OWN_NAME = "step-0.pt"
 
 
@@ -331,7 +332,7 @@ def rotate(folder: Path, job: str, keep: int) -> None:
                     shutil.rmtree(manifest.path)
                 manifest.path.unlink(missing_ok=True)
                 # A job may resume from a checkpoint without a manifest. So the manifest is removed
-                # last, or that checkpoint might be half removed.
+                # last, because until then the checkpoint may be only half removed.
                 _file_of(folder, manifest.path).unlink(missing_ok=True)
     except OSError as error:
         log.warning("surplus checkpoints cannot be removed: %s", error)
@@ -379,7 +380,7 @@ def state_of(manifest: Manifest) -> State:
         if is_as_large and manifest.checksum in (None, checksum_of(path)):
             return "whole"
         is_whole = whole_by_form(path)
-        # Only a zip file shows that a write in place has ended.
+        # Only the form of a zip file shows that a write in place has ended.
         if is_whole and is_as_large and not is_zip(path):
             is_whole = None
     except _GONE:

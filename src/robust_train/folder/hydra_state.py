@@ -1,6 +1,6 @@
 """Reads a job's folders, overrides and config from Hydra, and creates the job's run folder.
 
-The launcher and the sweep call it in the process in which Hydra runs. Outside of Hydra, the
+The launcher and the sweep use this module in the process in which Hydra runs. Outside of Hydra, the
 functions fall back to the arguments of ``launch`` and to environment variables.
 """
 

@@ -3,7 +3,7 @@
 The launcher calls :func:`begin_job` at the start of each launch. ``job.json`` holds the job's
 identity, which stays the same in all launches until the job has completed. A launch after that, or
 with ``resume=false``, starts a new job and sets the content of ``checkpoints/`` aside. The
-checkpoint is always the newest on the disk, whatever an earlier process reported.
+checkpoint is always the newest on the disk, regardless of what an earlier process reported.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Writes ``journal.jsonl``, the history of a job: one JSON line per event.
 
 The launcher appends each event as soon as it happens. It never waits for the disk, which may take
-many seconds, so a power cut may lose the last lines. That does no harm, because no decision depends
+many seconds, so a power cut may lose the last lines. That is harmless, because no decision depends
 on the journal.
 """
 

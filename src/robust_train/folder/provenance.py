@@ -1,7 +1,8 @@
 """Reads which files a launch used, and finds the files that have changed since.
 
 The feature ``provenance`` writes ``environment.json`` and ``code.jsonl`` in the launcher. The next
-launch of the job compares them with its own files through this module, and commands show them.
+launch of the job uses this module to compare them with its own files, and commands use it to show
+them.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Request:
     options: Mapping[str, Json] = field(default_factory=dict)
 
     def take(self) -> bool:
-        """Take the request for this process. Returns False if it is no longer there."""
+        """Take the request for this process. Return False if it no longer exists."""
         try:
             self.path.rename(self.path.with_suffix(TAKEN))
         except OSError:  # the command has withdrawn it, or another process has taken it

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("robust_train")
 
-# A GPU without listed processes counts as used from this utilization or this much memory on.
+# A GPU without listed processes counts as used if it reaches this utilization or memory.
 _BUSY_PERCENT = 10
 _BUSY_BYTES = 2 * GIB
 

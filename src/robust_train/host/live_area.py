@@ -167,7 +167,7 @@ class LiveArea:
         if not self._is_drawn or not self._is_in_foreground():
             return b""
         if self._is_one_row():
-            # People may have typed something in this row, so it is written anew.
+            # People may have typed something in this row, so it is written again.
             return _ERASE_BELOW + self._line
         below_output = b"\x1b[%dB" % (self._below + 1)
         return _SAVE_CURSOR + below_output + _ERASE_BELOW + _RESTORE_CURSOR

@@ -36,7 +36,7 @@ DUMP_STACKS = signal.SIGRTMAX - 1
 """Makes an attempt write the stacks of its threads. SIGUSR1 and SIGUSR2 are not free, because
 trainers and schedulers use them."""
 
-# An attempt has this long for a last checkpoint after its launcher has ended.
+# The time that an attempt has for a last checkpoint after its launcher has ended.
 ORPHAN_GRACE_SECONDS = 5.0
 
 

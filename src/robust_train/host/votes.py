@@ -47,8 +47,8 @@ class Flags(Protocol):
 
 
 class OneRank:
-    """Flags of an attempt with one rank, which need not agree with anyone. Takes no lock, because a
-    signal handler may re-enter it."""
+    """The flags of an attempt with one rank, which need not agree with another rank. Takes no lock,
+    because a signal handler may re-enter it."""
 
     def __init__(self) -> None:
         self._raised = dict.fromkeys(FLAGS, 0)

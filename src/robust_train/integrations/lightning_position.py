@@ -1,4 +1,4 @@
-"""Where a Lightning fit is in its data, and the same position in Lightning's own counters.
+"""Converts the position of a Lightning fit in its data to Lightning's own counters.
 
 Lightning counts batches. A new attempt may have smaller batches than the attempt that wrote the
 checkpoint, so robust-train saves the position in samples. When `RobustCallback` loads a checkpoint,

@@ -1,8 +1,8 @@
 """Connects a framework's trainer to the launcher: effective batch size, progress, and results.
 
-The modules of Lightning, transformers and accelerate share these functions. They run in the
-attempt's process, on every rank. `step_recovery` has the other part that they share: repeating a
-step in smaller parts.
+The integrations of Lightning, transformers and accelerate share these functions. They run in the
+attempt's process, on every rank. The integrations also share `step_recovery`, which repeats a step
+in smaller parts.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from robust_train.model.events import BatchKept
 
 
 def framework(module: str) -> Any:
-    """Import a module of the framework that ``robust_train.integrations`` supports by its name."""
+    """Import a framework's module, with a clear error if the framework is not installed."""
     name = module.partition(".")[0]
     return require(module, f"robust_train.integrations.{name}", extra=name)
 
 
 def lightning(module: str = "") -> Any:
-    """Import a module of Lightning, under whichever of its two names the program imported first."""
+    """Import a module of Lightning, under the one of its two names that the program uses."""
     name = "lightning.pytorch"
     if name not in sys.modules and "pytorch_lightning" in sys.modules:
         name = "pytorch_lightning"
@@ -43,7 +43,7 @@ def effective_batch_size(cfg: DictConfig) -> int:
 
 
 def count_machines() -> int:
-    """Return the number of machines that the ranks run on, which torchrun exports."""
+    """Return the number of machines on which the ranks run, which torchrun exports."""
     return int(os.environ.get("GROUP_WORLD_SIZE", 1))
 
 
@@ -64,7 +64,7 @@ def keep_batch(run: Run, reason: str) -> None:
 
 
 class Steps:
-    """Reports optimizer steps to the launcher: every step, and each loss once.
+    """Reports optimizer steps to the launcher, and sends each loss once.
 
     Raises:
         UserError: the job already had a fit or a loop that was connected to the launcher.
@@ -80,7 +80,7 @@ class Steps:
         live_of(run).steer(SavePlan.of(unchecked(cfg)))
         self._run = run
         self._every = max(cfg.training.log_every_steps, 1)
-        self._loss: dict[str, float] = {}  # The loss to send with the next report.
+        self._loss: dict[str, float] = {}  # the loss to send with the next report
 
     def set_loss(self, loss: float) -> None:
         """Send ``loss`` with the next report that the launcher receives."""

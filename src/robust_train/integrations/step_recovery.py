@@ -190,7 +190,7 @@ class OpenStep(Step[Any]):
     ) -> list[tuple[Any, Part]]:
         """Return the results of a batch's parts. In training, the last batch ends the step."""
         samples = self._count_samples(data)
-        # A single sample cannot be cut. It may be several texts that were packed into one.
+        # A single sample cannot be cut, even if several texts were packed into it.
         self._can_be_cut = samples > 1
         whole = data
         if self._can_be_cut:

@@ -31,7 +31,7 @@ class TrainersLoss:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._compute_loss = trainer.compute_loss
-        # Both are found out when they are first needed.
+        # Both are determined when they are first needed.
         self._adds_up: bool | None = None
         self._shifts: bool | None = None
         self._requested: AttemptSpec | None = None

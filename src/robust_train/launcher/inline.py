@@ -51,8 +51,8 @@ class InlineExecutor:
     Args:
         trainer: returns the trainer.
         rank: this process's rank.
-        flags: by which several ranks agree when to stop; None for a single rank. The process of
-            one of several ranks ends with its attempt, so it releases no memory.
+        flags: how several ranks agree when to stop, None for a single rank. With several ranks,
+            each process ends with its attempt, so it releases no memory.
         on_failure: called when an attempt has failed, before the event is passed on.
     """
 
@@ -71,10 +71,10 @@ class InlineExecutor:
         self._memory_at_first: StartingMemory | None = None
 
     def poll(self) -> None:
-        """Do nothing: no other process runs."""
+        """Do nothing, because no other process runs."""
 
     def close(self) -> None:
-        """Do nothing: nothing was started."""
+        """Do nothing, because nothing was started."""
 
     def prepare(self, tick: Callable[[], None]) -> None:
         """Import the trainer.

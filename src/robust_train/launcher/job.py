@@ -155,7 +155,7 @@ class Job:
         return self.decision
 
     def _wait_for_room(self) -> None:
-        """Wait for the GPUs that the next attempt needs. If they do not come, decide again."""
+        """Wait for the GPUs that the next attempt needs. If they stay unavailable, decide again."""
         while isinstance(self.decision, Retry) and self.decision.room is not None:
             retry = self.decision
             with self.folder.measure_wait():
@@ -185,7 +185,7 @@ class Job:
             request, self._on_event, self.signals, self.folder.hold, self._tick_attempt
         )
         seconds = time.monotonic() - started
-        # From here on a signal ends the job only after the attempt is recorded.
+        # From here on, a signal ends the job only after the attempt has been recorded.
         with self.signals.hand_signals_to(lambda signum: None):
             attempt = replace(self.folder.attempt, exit=process_exit)
             ending = attempt.ending

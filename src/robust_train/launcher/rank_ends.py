@@ -1,7 +1,7 @@
-"""Merges the ends of several ranks into one: which rank failed first, and why.
+"""Merges the ends of several ranks into one, which shows the rank that failed first, and why.
 
-The launcher's process calls it: :mod:`.running_attempt` for the ranks that it started, and
-:mod:`.rank_failures` for those that an engine started. Everything here is pure.
+In the launcher's process, :mod:`.running_attempt` uses it for the ranks that it started, and
+:mod:`.rank_failures` for the ranks that an engine started. Everything here is pure.
 """
 
 from __future__ import annotations

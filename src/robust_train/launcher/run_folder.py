@@ -63,7 +63,7 @@ _MOST_IDS = 50  # how many ids of earlier jobs in the folder are kept
 
 
 class RunFolder:
-    """Holds the lock, writes the records and answers requests, as a context manager.
+    """Context manager that holds the folder's lock, writes its records and answers requests.
 
     If the disk fails, the job continues after one warning.
 
@@ -73,7 +73,7 @@ class RunFolder:
         on_event: called with each recorded event, and with the attempt that includes the event.
 
     Raises:
-        ConfigError: a live job holds the folder. Nothing was written.
+        ConfigError: a live job holds the folder. In this case nothing is written.
     """
 
     def __init__(

@@ -136,7 +136,7 @@ class RunningAttempt:
         if self._votes is None:
             self._processes[0].begin(Begin(self._request), hold)
             return
-        # The launcher binds the port, not rank 0, so no other process can take it in between.
+        # The launcher binds the port for rank 0, so that no other process can take it first.
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
             for rank, interpreter in enumerate(self._processes):

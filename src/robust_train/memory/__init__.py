@@ -1,4 +1,4 @@
-"""Show, clear and limit the memory of this process, and list its largest tensors.
+"""Shows, clears and limits the memory of this process, and lists its largest tensors.
 
 Users import these functions in a process of their own; the command ``memory`` runs them, too.
 Importing this package does not import torch: each name loads its module on first use. Without CUDA

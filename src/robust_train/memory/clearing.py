@@ -1,4 +1,4 @@
-"""Release the memory of a failed try, of unused objects or of a model.
+"""Releases the memory of a failed try, of unused objects or of a model.
 
 The engine and the `OOMHandler` call the first half after a failure, in the process that trains. The
 second half is called by users and by the command ``memory clear``. Imports no torch: without torch

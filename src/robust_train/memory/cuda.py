@@ -1,4 +1,4 @@
-"""Read the devices and figures of CUDA's caching allocator in this process.
+"""Reads the devices and figures of CUDA's caching allocator in this process.
 
 Called in the process that trains and in a user's own process. Imports no torch and starts no CUDA:
 if torch has not started CUDA in this process, there are no figures.

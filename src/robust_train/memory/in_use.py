@@ -1,7 +1,7 @@
-"""Read the memory in use for the journal, with the part that lies outside of torch's cache.
+"""Reads the memory in use for the journal, including the part outside of torch's cache.
 
-Called in the process that trains, at the end of an attempt and on request. It never raises, because
-a missing figure must not end a job.
+`memory_in_use` is called in the process that trains, at the end of an attempt and on request. It
+never raises, because a missing figure must not end a job.
 """
 
 from __future__ import annotations

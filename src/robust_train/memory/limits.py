@@ -1,4 +1,4 @@
-"""Set up and limit CUDA's caching allocator, or limit the host memory of this process.
+"""Sets up and limits CUDA's caching allocator, or limits the host memory of this process.
 
 Users call `set_memory_fraction` and `enable_memory_efficient_settings`, which may start CUDA. An
 attempt calls `limit_when_cuda_starts` for the key ``memory.fraction``, in the process that trains.

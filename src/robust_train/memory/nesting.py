@@ -1,4 +1,4 @@
-"""Rebuild nested containers around changed values, for example around the tensors of a batch.
+"""Rebuilds nested containers around changed values, for example around the tensors of a batch.
 
 Imports no torch. The functions that split a batch, or move its tensors to the host, call
 :func:`rebuild` in the process that trains.
@@ -13,7 +13,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 DESCEND = object()
-"""The result of ``change`` for a container whose values `rebuild` should change instead."""
+"""Returned by ``change`` to keep a container and change the values inside it instead."""
 
 
 def rebuild(
@@ -27,9 +27,11 @@ def rebuild(
     All containers keep their types. A value that occurs twice is changed once.
 
     Args:
+        value: the container, or a single value.
         change: called with each value and its place, such as ``batch['x'][0]``. It returns the new
-            value, or `DESCEND`.
-        seen: the values that were rebuilt so far, by id, each with its result.
+            value, or `DESCEND` to change the values inside a container.
+        name: the name of ``value`` in these places.
+        seen: the values rebuilt so far, by id, each with its result. Only recursive calls pass it.
     """
     if seen is None:
         seen = {}
@@ -37,7 +39,7 @@ def rebuild(
         return seen[id(value)][1]
     changed = change(value, name)
     if changed is not DESCEND:
-        # The value is kept alive, so that no other object gets its id.
+        # Keeping the value alive prevents another object from getting its id.
         seen[id(value)] = (value, changed)
         return changed
     if isinstance(value, (tuple, set, frozenset)):
@@ -48,7 +50,7 @@ def rebuild(
         make = getattr(value, "_make", type(value))
         return make(items)
     if isinstance(value, (Mapping, list, deque)):
-        # A copy, because the class may take arguments other than its content.
+        # It is copied rather than constructed, because its class may take other arguments.
         result: Any = copy.copy(value)
         seen[id(value)] = (value, result)
         keys = list(value) if isinstance(value, Mapping) else list(range(len(value)))

@@ -1,4 +1,4 @@
-"""Measure peaks of memory: within a block of code, or since a reset.
+"""Measures peaks of memory: within a block of code, or since a reset.
 
 Users call these functions in their own process, and a live attempt resets its peaks on request.
 Without CUDA, the peak is that of the resident memory of this process.

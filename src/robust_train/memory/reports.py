@@ -1,9 +1,9 @@
-"""Record which tensors fill the memory when it runs out, and carry out memory requests of users.
+"""Records which tensors fill the memory when it runs out, and carries out users' memory requests.
 
-Both happen in an attempt's process, in the run folder: at the moment of an out-of-memory error, or
-between two steps of a live run (``robust-train memory info --run RUN``). A ``.json`` file lists the
-largest tensors. If CUDA is in use, a ``.pickle`` file is torch's memory snapshot, for the viewer at
-pytorch.org/memory_viz.
+An attempt's process does the first right after an out-of-memory error, and the second between two
+steps (``robust-train memory info --run RUN``). The files are written to the run folder: a ``.json``
+file lists the largest tensors and, if CUDA is in use, a ``.pickle`` file has torch's memory
+snapshot for the viewer at pytorch.org/memory_viz.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ _LOGGED = 3  # number of tensors in the log line
 _LEAST_LOGGED_SHARE = 0.01
 """A tensor is logged if it holds at least this share of the failed request and of the largest
 tensor."""
-# Entries of the allocator's history, which take "several KB per entry" of host memory (torch's
-# documentation). A run that ran out of memory before records fewer of them.
+# Number of entries in the allocator's history, which takes "several KB per entry" of host memory
+# (torch's documentation). A recording that lasts for a whole run keeps fewer entries.
 _ENTRIES_OF_A_RUN = 20_000
 _ENTRIES_ON_REQUEST = 100_000
 
 
 def record_history_after_an_oom(run_dir: Path) -> Callable[[], None] | None:
-    """Record where GPU memory is allocated, if memory has run out in this run folder before.
+    """Record where GPU memory is allocated, if memory has already run out in this run folder.
 
-    Recording costs 2 µs for each allocation and free (torch's documentation), too much for a run
-    that may never need it. It starts when CUDA starts.
+    Recording costs 2 µs for each allocation and free (torch's documentation), which is too much for
+    a run that may never need it. It starts when CUDA starts.
 
     Returns:
         A function that ends the recording, or None if nothing is recorded.
@@ -117,7 +117,7 @@ def write_out_of_memory(
 
 
 def _log_largest(tensors: Sequence[LiveTensor], requested: int, filename: str | None) -> None:
-    """Log the largest tensors that are worth a mention, and the file that lists all."""
+    """Log the largest tensors that are worth mentioning, and the file that lists them all."""
     largest_bytes = tensors[0].bytes if tensors else 0
     least_bytes = _LEAST_LOGGED_SHARE * max(requested, largest_bytes)
     logged = [str(tensor) for tensor in tensors[:_LOGGED] if tensor.bytes >= least_bytes]
@@ -149,7 +149,7 @@ _OPTION_OF_REQUEST = {
     "memory_fraction": "fraction",
     "memory_snapshot": None,
 }
-"""The only option of each request, or None if it has no option."""
+"""The only option of each request, or None if the request has no options."""
 
 
 def perform(verb: str, options: Mapping[str, object], run_dir: Path) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Find the tensors that are alive, that a failure holds, or that training changes.
+"""Finds the tensors that are alive, that a failure holds, or that training changes.
 
 Imports no torch: without torch no tensors exist. Called in the process that trains, after a failure
 and on a user's request. :func:`safe_tensor_to_cpu` moves tensors to the host.

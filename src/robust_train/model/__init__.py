@@ -1,1 +1,1 @@
-"""Frozen values that the launcher and an attempt both speak of. No effects."""
+"""Frozen values that the launcher and attempts share. No module here has effects."""

@@ -47,7 +47,7 @@ class FailureKind(str, Enum):
 
     @property
     def follows_from_others(self) -> bool:
-        """Whether a rank fails like this because another rank failed before."""
+        """Whether a rank may fail like this because another rank failed first."""
         return self in (FailureKind.COMM, FailureKind.INTERRUPTED)
 
 
@@ -98,8 +98,8 @@ class Evidence(Record[Finding]):
     # Whether a checkpoint exists from before the data or the steps that led to the failure.
     has_checkpoint: bool = False
 
-    # Type checkers do not see this method, so that this package's own code reads a feature's figure
-    # through the feature's class.
+    # Type checkers do not see this method, so this package's own code has to read a feature's
+    # figures through the feature's class.
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
@@ -165,11 +165,11 @@ class Clue:
     PORT = "port"  # another process uses the port
     KILLED = "killed"  # SIGKILL, from neither the launcher nor the kernel's OOM killer
     REFUSED = "refused"  # torch.load accepts weights only, and the file contains more
-    DAMAGED = "damaged"  # a checkpoint, or another file, cannot be read to its end
+    DAMAGED = "damaged"  # a checkpoint or another file cannot be read to its end
     STALLED = "stalled"  # no sign of life, or no progress, for too long
     USER_ERROR = "user_error"  # a mistake of the user, which the trainer states in one line
     UNCLEAR = "unclear"  # the message has several causes, but memory had nearly run out
-    # The cause is unknown: the failure is not a known failure, and not certainly a bug.
+    # The cause is unknown: the failure matches no known failure, but it may not be a bug either.
     UNKNOWN = "unknown"
 
 

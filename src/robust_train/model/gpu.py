@@ -22,7 +22,7 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class GpuInfo:
-    """A GPU (or a MIG slice) at a moment."""
+    """A GPU (or a MIG slice) at one moment."""
 
     # `GPU-…` or `MIG-…`. Only the UUID identifies a device; its index may change.
     uuid: str
@@ -74,7 +74,7 @@ class SkippedGpu:
 
 @dataclass(frozen=True)
 class Inventory:
-    """All GPUs of the machine at a moment."""
+    """All GPUs of the machine at one moment."""
 
     # The GPUs that could be read, ordered by PCI address. MIG slices replace their GPU.
     gpus: tuple[GpuInfo, ...] = ()

@@ -1,4 +1,4 @@
-"""Frozen dataclasses to JSON and back. Every process uses it for events, records and requests."""
+"""Converts frozen dataclasses to JSON and back, in every process: events, records, requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DRAWABLE = 2.0**63
 
 
 class MalformedEventError(ValueError):
-    """An object differs from the expected object. The message gives the reason."""
+    """A JSON object does not have the expected fields or types. The message gives the reason."""
 
 
 def from_json(cls: type[T], data: object) -> T:

@@ -1,6 +1,6 @@
 """The abilities of each kind of trainer, and the tasks that it leaves to the launcher. Pure.
 
-``RobustConfig.traits`` has those of the job's trainer: `FUNCTION`, which a project's keys may
+``RobustConfig.traits`` has the traits of the job's trainer: `FUNCTION`, which a project's keys may
 limit, or `PROGRAM`. The launcher, the policy, the features and the attempt's interpreter read them
 there.
 """

@@ -293,7 +293,7 @@ class FailureContext:
 
     @property
     def has_saved(self) -> bool:
-        """Whether a recorded checkpoint holds the job's progress."""
+        """Whether a recorded checkpoint contains the job's progress."""
         return self._checkpoint is not None
 
     @property

@@ -34,7 +34,7 @@ def with_first_size(
 def choose_first_size(
     settings: PolicySettings, history: Sequence[Attempt], spec: AttemptSpec
 ) -> tuple[AttemptSpec, str]:
-    """Return ``spec`` with the batch that an attempt starts with, and the reason. The reason is
+    """Return ``spec`` with the batch with which an attempt starts, and the reason. The reason is
     empty if the batch is unchanged.
 
     The batch changes only until an attempt on this kind of device shows which size fits. After that

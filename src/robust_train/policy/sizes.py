@@ -1,4 +1,4 @@
-"""The arithmetic of micro-batch sizes. Pure, in any process.
+"""The arithmetic of micro-batch sizes. Pure, and used in any process.
 
 A job keeps its effective batch, the micro-batch times the accumulation, so a smaller micro-batch
 should divide it. For example, with an effective batch of 100, the sizes after 100 are 50, 25, 10,

@@ -34,7 +34,7 @@ FILE_NAME = "report.html"
 TEMPLATES = Path(__file__).parent / "templates"
 _LONGEST_TRACEBACK = 20_000  # characters
 _LONGEST_VALUE = 200  # characters
-# Sets a valid language for uPlot, because a browser without a locale has an invalid one.
+# Sets a valid language for uPlot, because a browser without a locale has an invalid language.
 _WITH_A_LANGUAGE = (
     "try{new Intl.NumberFormat(navigator.language)}"
     'catch{Object.defineProperty(navigator,"language",{value:"en-US"})}\n'
@@ -104,7 +104,7 @@ def render(template: str, **values: Any) -> str:
 
 @functools.cache
 def template_environment() -> Environment:
-    """Return Jinja's environment with our templates. Its import would slow the launcher's start."""
+    """Return Jinja's environment with our templates. Importing it earlier would slow the launcher's start."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from jinja2.utils import htmlsafe_json_dumps
     from markupsafe import Markup

@@ -1,6 +1,6 @@
 """Reads the content of a run folder for the report, and skips damaged parts.
 
-The report and the narration call it, in the launcher at the end of a job, in a sweep, or in a
+The report and the narration use it, in the launcher at the end of a job, in a sweep, or in a
 command. `read_sources` and `read_entries` read files. `launches_of` and `attempts_of`, which fold
 a journal into launches and attempts, are pure. A killed run may have left truncated lines.
 """

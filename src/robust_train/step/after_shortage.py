@@ -1,6 +1,7 @@
-"""Decide how a step continues after memory ran out in a part of it.
+"""Decides how a step continues after memory ran out in a part of it.
 
-A pure function. The engine calls it in the process that trains, and carries out the decision:
+`decide` is a pure function. The part runner calls it in the process that trains, and carries out
+the decision:
 
     a part runs ──went through──────────────────────────────▶ the next part
         │
@@ -11,8 +12,8 @@ A pure function. The engine calls it in the process that trains, and carries out
              ├─ the next smaller size leaves a lone sample ─────▶ CANNOT_REPEAT, the attempt ends
              └─ no smaller size is left ────────────────────────▶ EXHAUSTED, the attempt ends
 
-With several ranks, all ranks reach the same end: the rank whose memory ran out reports its answer,
-and the other ranks repeat the step or end as well.
+With several ranks, the rank whose memory ran out reports its answer, and the other ranks repeat the
+step or end as well.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ class AfterShortage:
 
     @property
     def shrinks(self) -> bool:
-        """Whether the size in use was too large."""
+        """Whether the size in use was too large, so that smaller parts are used from now on."""
         return self.answer in (Answer.REPEAT_SMALLER, Answer.EXHAUSTED)
 
 
 def decide(smaller: int | None, used: int, batches: Iterable[int], *, least: int) -> AfterShortage:
-    """Return how a step continues that can be undone.
+    """Decide how a step continues that can be undone.
 
     Args:
         smaller: the next smaller size, in samples, or None if no smaller size is left.

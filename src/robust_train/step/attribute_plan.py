@@ -1,4 +1,4 @@
-"""Plan which attributes of modules to read at the start of each step.
+"""Plans which attributes of modules to read at the start of each step.
 
 :mod:`.attributes` makes an :class:`AttributePlan` in the process that trains, and uses it for many
 steps: looking at each attribute of a thousand modules would take too long for every step. The plan

@@ -1,10 +1,10 @@
-"""Plain attributes of modules, which are restored before a pass is repeated.
+"""Restores plain attributes of modules before a pass is repeated.
 
 :mod:`.step_start` and :mod:`.pass_state` use :class:`Attributes` in the process that trains. A pass
 that counts its calls in ``self.calls += 1`` and is repeated would otherwise count twice.
 
-Restored are numbers, text, None, tensors that are not buffers, and lists, deques, dictionaries,
-sets and small arrays of these: counters, hidden states, queues and their pointers, the states of
+Numbers, text, None, tensors that are not buffers, and lists, deques, dictionaries, sets and small
+arrays of these are restored: counters, hidden states, queues and their pointers, and the states of
 torchmetrics objects. Other objects are ignored. Large tensors and long containers are not copied.
 If such a value was changed in place, a warning names it, unless it has only grown.
 """
@@ -118,7 +118,7 @@ def _restore_module(module: nn.Module, before: dict[str, Any]) -> Iterator[str]:
             value, is_whole = restore_value(kept, home.get(name))
             if name not in home or home[name] is not value:
                 home[name] = value
-        # A value may be gone, or a subclass of tuple may not take its items.
+        # A value may no longer exist, or a subclass of tuple may not take its items.
         except Exception:
             is_whole = False
         if not is_whole:

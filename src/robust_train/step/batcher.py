@@ -1,4 +1,4 @@
-"""Run training steps and validation in parts that fit into memory: `backward` and `forward`.
+"""Runs training steps and validation in parts that fit into memory: `backward` and `forward`.
 
 Programs use a :class:`MicroBatcher` directly or through ``run.backward``, and the integrations
 through `open_step`, all in the process that trains. It remembers the size that fits from step to

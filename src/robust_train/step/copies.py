@@ -1,4 +1,4 @@
-"""Copy tensors that a step may write to, and restore them.
+"""Copies tensors that a step may write to, and restores them.
 
 :mod:`.buffers` and :mod:`.attributes` use :class:`Copies` in the process that trains. The memory of
 the copies is used again in the next step.

@@ -1,4 +1,4 @@
-"""Run one optimizer step in parts that fit, and start over in smaller parts if memory runs out.
+"""Runs an optimizer step in parts that fit, and starts over in smaller parts if memory runs out.
 
 :class:`.batcher.MicroBatcher` and the integrations run each step through a :class:`Step`, in the
 process that trains::
@@ -7,8 +7,8 @@ process that trains::
              ▲                     └─ memory ran out ─▶ release it, choose a smaller size
              └───── _run_from_start: rewind the step ◀────────┘
 
-This file has the batches, their parts and the check whether splitting keeps the loss. A single part
-and its failures are in :mod:`.part_runner`.
+This module handles batches, their parts, and the check whether splitting keeps the loss.
+:mod:`.part_runner` runs a single part and handles its failures.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Step(PartRunner[T]):
         help, or after any other error, the step is undone.
 
         Args:
-            is_last: :meth:`end` follows. Until then ranks do not wait for each other.
+            is_last: whether this is the step's last batch, so that :meth:`end` follows. Before it,
+                ranks do not wait for each other.
         """
         if self.start is None:
             return self._run_each(batch)
@@ -74,7 +75,7 @@ class Step(PartRunner[T]):
         return results
 
     def _run_each(self, batch: Batch[T]) -> Results[T]:
-        """Run a batch whose parts are independent. Only a part that runs out is repeated."""
+        """Run a batch of independent parts. If memory runs out, only that part is repeated."""
         self._ranks_wait = False
         self._batches = [batch]
         parts = batch.parts
@@ -117,12 +118,12 @@ class Step(PartRunner[T]):
         return loss, returns_more
 
     def leave(self) -> None:
-        """End a step without a loss of all ranks: a validation, or a step that is given up."""
+        """End a step without combining the ranks' losses, in a validation or if it is given up."""
         if self.start is not None:
             self.start.end()
 
     def rewind_framework(self) -> None:
-        """Restore the framework's own state to that at the step's start."""
+        """Restore the framework's own state to its value at the step's start."""
 
     # --- batches and their parts ---
 
@@ -156,7 +157,7 @@ class Step(PartRunner[T]):
         for _ in range(count - len(bounds_here)):
             yield parts.without_weight()
 
-    # --- the check whether splitting keeps the loss ---
+    # --- checking whether splitting keeps the loss ---
 
     def _is_unchecked(self, batch: Batch[T]) -> bool:
         if not self._is_training:
@@ -178,7 +179,7 @@ class Step(PartRunner[T]):
 
     def _compare_losses(self, batch: Batch[T], loss_of: LossOf, used: int) -> SplitCheck:
         assert self.start is not None
-        # FSDP's gathered weights would be taken for weights of the model.
+        # Otherwise FSDP's gathered weights would be mistaken for weights of the model.
         self._shared.reset()
         checker = SplitChecker(
             loss_of,

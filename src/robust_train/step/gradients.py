@@ -1,7 +1,7 @@
 """Gradients from before a step or a call, which a repeat must neither lose nor count twice.
 
 :class:`LaidAside` serves :mod:`.step_start`, which knows when a step ends. :class:`GradientsBefore`
-serves :mod:`.oom_handler`, which repeats any function of the user's. Both work in the process that
+serves :mod:`.oom_handler`, which repeats any user function. Both work in the process that
 trains.
 """
 

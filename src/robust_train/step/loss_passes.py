@@ -1,4 +1,4 @@
-"""Compute the loss of a part and of its halves, and leave everything as it was.
+"""Computes the loss of a part and of its halves, and leaves everything as it was.
 
 :mod:`.split_checker` uses :class:`LossPasses` in the process that trains. The passes run without a
 backward pass. The ranks of a sharded model run them together, and exchange how each pass went, so
@@ -117,7 +117,7 @@ class LossPasses:
         self._error: Exception | None = None
 
     def begin_part(self) -> None:
-        """Begin with new samples, whose number formats are not known yet."""
+        """Begin with new samples, whose number formats are still unknown."""
         self.forget_whole()
         self._formats = NumberFormats()
 

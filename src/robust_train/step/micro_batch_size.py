@@ -48,7 +48,7 @@ class MicroBatchSize:
         return max(min(self.current or samples, samples), 1)
 
     def begin_at(self, size: int | None) -> None:
-        """Use the size that probes found to fit, and never a larger size. None changes nothing."""
+        """Use the size that probes found, and never a larger size. None changes nothing."""
         if size is not None:
             self.current = size
             self._found = size
@@ -87,7 +87,7 @@ class MicroBatchSize:
         Args:
             size: the maximum size of a part from now on. None: the whole batch.
             failed: the size at which memory ran out on some rank, or 0.
-            is_known: memory ran out on this rank, and `record_failure` was called.
+            is_known: whether memory ran out on this rank, so that `record_failure` was called.
         """
         if failed and not is_known:
             self.record_failure(failed)

@@ -1,4 +1,4 @@
-"""Call a function again with a smaller batch if memory runs out, without the launcher.
+"""Calls a function again with a smaller batch if memory runs out, without the launcher.
 
 Users call `OOMHandler`, `retry_on_oom` and `adaptive_batch_training` in their own process. The
 effective batch size stays the same. The memory of a failed call is released before the next call,

@@ -1,9 +1,9 @@
-"""Run a part of an optimizer step, and decide what follows if memory runs out in it.
+"""Runs a part of an optimizer step, and decides what follows if memory runs out in it.
 
 :class:`.engine.Step` inherits from :class:`PartRunner` and calls :meth:`PartRunner.try_part` for
 each part, in the process that trains. The pass over a part is a function call. If it raises, its
 frames are cleared. That drops their variables, and with them the graph and all activations, so the
-memory is free for the next try. Whether there is a next try, :mod:`.after_shortage` decides.
+memory is free for the next try. :mod:`.after_shortage` decides whether there is a next try.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ Body = Callable[[Part], T]
 """The pass over a part: forward, and in training backward with the part's weight."""
 
 Results = list[tuple[T, Part]]
-"""The body's result for each part of a batch."""
+"""Each part of a batch with the body's result for it."""
 
 
 class CannotSplitError(Exception):
-    """The pass does not work on a part of the batch. The message has the reason."""
+    """The pass does not work on a part of the batch. The message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Batch(Generic[T]):
 
     parts: Parts
     body: Body[T]
-    # Returns the loss of some data without a backward pass. None: only the body can compute it.
+    # Returns the loss of some data without a backward pass, None if only the body can compute it.
     loss_of: LossOf | None = None
     # The user's function. Steps that run the same code are checked once.
     function: Any = None
@@ -69,7 +69,7 @@ class Batch(Generic[T]):
 class PartEnd:
     """How the pass over a part ended."""
 
-    # False: memory ran out, on this rank or on a rank that takes part in its passes.
+    # False if memory ran out, on this rank or on another rank that runs the same part.
     went_through: bool
     # If memory ran out on this rank: the failure, and how the step is repeated.
     failure: Failure | None = None
@@ -80,16 +80,16 @@ class PartRunner(Generic[T]):
     """Runs the parts of a step, and undoes the step after an error.
 
     Args:
-        size: the size of parts, which shrinks if memory runs out.
-        start: the state at the start of the step. None in validation of a model that can leave a
-            part at any time: then only a part that fails is repeated.
+        size: the size of the parts, which shrinks if memory runs out.
+        start: the state at the start of the step. It is None for a validation whose parts are
+            independent: then only the part that ran out of memory is repeated.
         shared: the ranks that share the step.
-        recorder: logs and reports what happens.
+        recorder: logs shortages, and reports them to the launcher.
         training: False for validation.
         part_start: records the state at the start of a part, used if ``start`` is None.
 
     Attributes:
-        repeats: the number of times that memory ran out in a part of this step.
+        repeats: how many times a part of this step has failed for lack of memory.
     """
 
     def __init__(
@@ -111,11 +111,11 @@ class PartRunner(Generic[T]):
         self._part_start = part_start
         self._batches: list[Batch[T]] = []
         self._items = 1.0  # the number of items that this rank's mean loss averages over
-        self._ran_out: RanOut | None = None  # the latest shortage on this rank, for the others
+        self._ran_out: RanOut | None = None  # this rank's latest shortage, for the report
         self._host_ran_out = False
         # The error of the latest shortage on this rank, without its frames.
         self._shortage: BaseException | None = None
-        # Whether the other ranks wait for a message at the end of this pass.
+        # Whether the other ranks wait for this rank's report after this pass.
         self._ranks_wait = True
 
     @property
@@ -125,7 +125,7 @@ class PartRunner(Generic[T]):
 
     @property
     def is_shared(self) -> bool:
-        """Whether other ranks take part, so that each rank's items count."""
+        """Whether other ranks take part, so that losses are weighted by each rank's items."""
         return self._shared.is_shared
 
     # --- what the step of a framework overrides ---
@@ -135,13 +135,13 @@ class PartRunner(Generic[T]):
     would leave the others waiting in them."""
 
     def guard(self) -> AbstractContextManager[object]:
-        """Return a context in which each body runs."""
+        """Return the context in which each body runs."""
         return contextlib.nullcontext()
 
     def cannot_repeat(self) -> str | None:
         """Return the reason why the step cannot be repeated, or None if it can."""
         if cuda.holds_graphs():
-            # torch lists the memory of graphs and of user pools in the same way.
+            # torch does not distinguish the memory of graphs from that of user pools.
             return "a CUDA graph was captured, or a memory pool is in use, which keeps its memory"
         if self.start is not None and self.start.is_lost:
             return "it made or changed a large buffer, which no earlier step did"
@@ -165,9 +165,16 @@ class PartRunner(Generic[T]):
         return 1
 
     def try_part(self, part: Part, body: Body[T], used: int, results: Results[T]) -> bool:
-        """Run a part of a size. If memory runs out, release it and return False."""
+        """Run a part, add its result to ``results``, and return True.
+
+        If memory runs out, release the part's memory, prepare to repeat the step, and return False.
+
+        Args:
+            used: the part size in use.
+            results: cleared if the whole step has to be repeated.
+        """
         end = self._run_part(part, body, used, results)
-        # The exception is gone here, so the memory that its frames held can be released.
+        # The exception no longer exists here, so the memory that its frames held can be released.
         is_done = end.went_through
         if not is_done and self.start is not None:
             results.clear()
@@ -193,7 +200,7 @@ class PartRunner(Generic[T]):
                 result = body(part)
             if is_watched:
                 self._shared.end_part(ran_out=False)
-            # An empty part runs only because the other ranks wait for this rank's collectives.
+            # An empty part of a sharded model runs only for the collectives of the other ranks.
             if len(part) or not self.is_sharded:
                 results.append((result, part))
             return PartEnd(went_through=True)
@@ -231,7 +238,7 @@ class PartRunner(Generic[T]):
 
     def _make_room(self, failure: Failure) -> bool:
         """Move gradients of earlier batches to the host. Return whether that freed GPU memory."""
-        # Ranks of a sharded model would have to move theirs at the same time.
+        # The ranks of a sharded model would have to move their gradients at the same time.
         if self.start is None or self.is_sharded:
             return False
         if failure.kind is not FailureKind.DEVICE_OOM:
@@ -239,7 +246,7 @@ class PartRunner(Generic[T]):
         return self.start.make_room()
 
     def _remember_shortage(self, failure: Failure, answer: AfterShortage, used: int) -> None:
-        """Remember a shortage for the report to the other ranks, and use smaller parts after it."""
+        """Keep a shortage for the report to the other ranks, and use smaller parts from now on."""
         if failure.kind is FailureKind.HOST_OOM:
             self._host_ran_out = True
         if answer.answer is not Answer.REPEAT_WITH_ROOM:
@@ -260,24 +267,24 @@ class PartRunner(Generic[T]):
             self._shared.end_part(ran_out=True)
 
     def _warn_of_changes(self) -> None:
-        """Warn that a pass changed the batch or weights in place, which the repeat does again."""
+        """Warn if a pass changed the batch or weights in place: the repeat changes them again."""
         if any(batch.parts.has_changed for batch in self._batches):
             self._recorder.log_changes_in_place("the batch")
         elif self.start is not None and self.start.has_changed_weights:
             self._recorder.log_changes_in_place("weights")
 
     def _agree_on_part(self) -> bool:
-        """Agree with the other ranks whether a part of a sharded model went through on all."""
+        """Agree with the other ranks whether a sharded model's part went through on all of them."""
         agreed = self._agree()
         self._ran_out = None
         return agreed is None or agreed.ran_out is None
 
-    # --- to end a step that is not repeated ---
+    # --- ending a step that is not repeated ---
 
     def _end_as_shortage(
         self, note: str, used: int, error: BaseException | None = None
     ) -> NoReturn:
-        """Raise the error of the latest shortage again, because the step cannot run in parts.
+        """End the step with the error of the latest shortage, because it cannot run in parts.
 
         Args:
             note: the reason.
@@ -298,7 +305,7 @@ class PartRunner(Generic[T]):
         """Report to the other ranks that the attempt ends. They may save a checkpoint first.
 
         Raises:
-            RankFailure: there are other ranks.
+            RankFailure: other ranks share the step.
         """
         if not self._ranks_wait:
             return
@@ -327,7 +334,8 @@ class PartRunner(Generic[T]):
     def _was_cut_after_a_shortage(self, part: Part) -> bool:
         """Return whether a part is smaller than the batch because memory ran out in this step.
 
-        An error in such a part is not a bug of the program: the whole batch did not raise it.
+        An error in such a part is not a bug in the program, because the whole batch did not raise
+        it.
         """
         return not part.is_whole and self.repeats > 0 and self.start is not None
 
@@ -376,7 +384,7 @@ class PartRunner(Generic[T]):
             raise
 
     def _undo(self) -> None:
-        """Go back to the step's start, without hiding the error that is being raised.
+        """Go back to the step's start, without masking the error that is being raised.
 
         After a device fault, every call to the device raises that fault again.
         """

@@ -1,4 +1,4 @@
-"""Record all that a pass may change, and restore it any number of times.
+"""Records all that a pass may change, and restores it any number of times.
 
 The check of a split uses a :class:`PassState` in the process that trains. It computes several
 losses of the same samples, and each must begin in the same state and leave no trace. Unlike
@@ -195,7 +195,7 @@ class _Variables:
 
 
 def _is_of_user(value: Any) -> bool:
-    """Return whether an object is of a class of the user's, for example a meter.
+    """Return whether an object is of a user's class, for example a meter.
 
     The attributes of a framework's objects may be changed by threads at any time.
     """

@@ -1,4 +1,4 @@
-"""Find the largest micro-batch that fits, by running a few sizes and measuring their memory.
+"""Finds the largest micro-batch that fits, by running a few sizes and measuring their memory.
 
 Users call :func:`find_batch_size` in any process. In the launcher's attempts, the first step of a
 job calls :func:`search_size` in the process that trains. `policy/sizes.py` decides which size to

@@ -86,7 +86,7 @@ class OtherGroups:
             self._begun = {group: collectives_begun(group) for group in groups}
 
     def end_part(self, groups: Iterable[Any], ours: Container[Any]) -> bool:
-        """Return whether this is the second part, and both parts sent over a group of the user's.
+        """Return whether this is the second part, and both parts sent over a user's group.
 
         Args:
             groups: all process groups of this process.
@@ -130,7 +130,7 @@ class Ranks:
         return collectives_begun(self.world) - self.ledger.sent
 
     def uses_other_groups(self) -> bool:
-        """Return whether the parts send over groups of the user's."""
+        """Return whether the parts send over the user's groups."""
         ours = {self.world, self._group, *self.ledger.groups}
         return self.other_groups.end_part(groups_of_process(dist), ours)
 

@@ -1,4 +1,4 @@
-"""Find the modules that a function can reach by the names in its code.
+"""Finds the modules that a function can reach by the names in its code.
 
 ``run.backward(loss_of, batch)`` trains the modules that ``loss_of`` closes over, and has to restore
 the state of all modules that its passes may change. A step and the check of a split look for them
@@ -65,7 +65,7 @@ def find_participants(
     others = (module for module in held if isinstance(module, nn.Module))
     modules = modules_below([*models, *others])
     kinds = set(map(type, modules))
-    # Modules of torch itself hold no generators of the user's.
+    # Modules of torch itself do not hold user generators.
     user_kinds = {kind for kind in kinds if not kind.__module__.startswith("torch.nn.")}
     for module in modules:
         if type(module) in user_kinds:
@@ -115,10 +115,10 @@ def _reached(function: Any, max_steps: int = _MAX_STEPS) -> Iterator[Any]:
 
 
 def _parts_of(value: Any) -> list[Any]:
-    """Return the objects that an object refers to, if they may lead to a module of the user's."""
+    """Return the objects that an object refers to, if they may lead to a user's module."""
     if isinstance(value, FunctionType):
         return _values_named_in(value)
-    # Objects of torch, such as optimizers, do not refer to modules of the user's.
+    # Objects of torch, such as optimizers, do not refer to a user's modules.
     is_of_torch = type(value).__module__.partition(".")[0] == "torch"
     if is_of_torch or isinstance(value, (nn.Module, Tensor)):
         return []

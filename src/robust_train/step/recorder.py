@@ -1,4 +1,4 @@
-"""Report how the size of parts changes: to the log, as events, and to the speed meter.
+"""Reports how the size of parts changes: to the log, as events, and to the speed meter.
 
 The engine and the batcher call a :class:`Recorder` in the process that trains. In an attempt of the
 launcher, events go to the launcher. A program without the launcher may pass ``on_event`` to its

@@ -1,4 +1,5 @@
-"""Find models that are the same on every rank, refuse models that cannot be split, send tensors.
+"""Finds models that are the same on every rank, refuses models that cannot be split, and sends
+tensors between ranks.
 
 :mod:`.shared_step` uses them in each rank's process, and :mod:`.ranks` holds a
 :class:`ReplicaFinder`. A model is replicated by DistributedDataParallel or by :class:`Replicated`.

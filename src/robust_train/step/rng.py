@@ -1,4 +1,4 @@
-"""Save and restore the states of random generators, in a checkpoint and within a process.
+"""Saves and restores the states of random generators, in a checkpoint and within a process.
 
 Used in the process that trains: trainers call :func:`capture_rng` and :func:`restore_rng` for their
 checkpoints, and a step that is repeated restores its :class:`GeneratorStates`, so that dropout

@@ -1,4 +1,4 @@
-"""Keep the ranks of a model sharded by FSDP2 (``fully_shard``) together if one runs out of memory.
+"""Keeps the ranks of a model sharded by FSDP2 (``fully_shard``) together if one runs out of memory.
 
 The passes of a sharded model gather weights and scatter gradients, so a rank that leaves a part
 halfway would leave the other ranks waiting. Instead it takes part in the remaining collectives of

@@ -1,4 +1,4 @@
-"""Share an optimizer step among several ranks: agree on its parts, and sum the gradients.
+"""Shares an optimizer step among several ranks, which agree on its parts and sum the gradients.
 
 The engine calls a :class:`SharedStep` in each rank's process. The parts of a replicated model run
 without collectives, and the gradients are summed after the last part. The passes of a model that
@@ -76,7 +76,7 @@ class SharedStep:
     def _find_in_one_process(self, models: Sequence[nn.Module], function: Any) -> None:
         for model in models:
             for replica in find_replicas(model, function):
-                # Any other replica behaves as without us: it cannot leave another rank waiting.
+                # Any other replica needs no change, because it cannot leave another rank waiting.
                 if why_not_leave(replica) is None:
                     self._replicas.append(replica)
         self._roots = sharded.roots_in_one_process(models)
@@ -102,7 +102,7 @@ class SharedStep:
         Args:
             parts: the number of parts on this rank.
             items: the number of items that this rank's loss averages over.
-            wants_check: this rank wants to check whether splitting keeps the loss.
+            wants_check: whether this rank wants to check that splitting keeps the loss.
 
         Returns:
             The number of parts that every rank runs, the factor of their weights on this rank, and
@@ -162,8 +162,8 @@ class SharedStep:
         """End a part, together with the other ranks if the model is sharded.
 
         Args:
-            ran_out: memory ran out in the part on this rank.
-            is_extra: the pass was not a part of the step.
+            ran_out: whether memory ran out in the part on this rank.
+            is_extra: whether the pass was not a part of the step.
 
         Raises:
             UserError: the user's program sent a message in the part, or sharded passes differ.
@@ -210,7 +210,7 @@ class SharedStep:
         """Return the combined report of all ranks, or None if there are no other ranks."""
         if self._group is None:
             return None
-        # No Python code runs per parameter: there may be ten thousand.
+        # No Python code runs per parameter, because there may be ten thousand parameters.
         gradients = map(attrgetter("grad"), self._parameters)
         present = tuple(map(is_not, gradients, itertools.repeat(None)))
         return self._group.exchange(replace(report, has_gradient=present))

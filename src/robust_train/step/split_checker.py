@@ -1,4 +1,4 @@
-"""Check whether splitting a batch keeps its loss: compare a part's loss with those of its halves.
+"""Checks whether a split keeps the loss, by comparing a part's loss with its halves' losses.
 
 A loss that is a mean over samples adds up over parts. A contrastive loss, a Dice score or a mean
 over tokens without ``count`` does not, and parts would give another gradient. The code of a loss
@@ -182,7 +182,7 @@ class SplitChecker:
                 return self._check_samples_with_a_loss()
             except PassRanOutError:
                 self._passes.pieces = []
-            # The exception is gone here, so the memory that its frames held can be released.
+            # The exception no longer exists, so the memory that its frames held can be released.
             return_memory(thorough=False, workspaces=True)
             self._size = (self._size + 1) // 2 if self._size > 2 else 1
         return SplitCheck(Kept.UNKNOWN, "memory ran out during the check", 1)
@@ -306,7 +306,7 @@ class SplitChecker:
             return outcome
         is_noisy = self._passes.have_drawn()
         if not is_noisy:
-            # The loss may draw from a generator that we do not know.
+            # The loss may draw from an unknown generator.
             self._draws.append(self._compute_again(mode))
             first, second = self._draws
             is_noisy = first.whole != second.whole

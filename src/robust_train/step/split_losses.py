@@ -1,4 +1,4 @@
-"""The losses of a part and of its two halves, and the arithmetic that compares them.
+"""Compares the loss of a part with the losses of its two halves.
 
 :mod:`.split_checker` uses these pure functions in the process that trains. Losses that differ only
 by rounding, or by random numbers (dropout), count as equal.
@@ -29,7 +29,7 @@ class Losses:
     # The relative difference that a number format less exact than float32 explains, else 0.
     rounding: float = 0.0
     # The largest term in the sum that makes the loss. A small loss may be the difference of large
-    # terms, and then has their rounding error.
+    # terms, and then it has their rounding error.
     largest_term: float = 0.0
 
     @property

@@ -1,4 +1,4 @@
-"""Remember which splits have been checked, and react if a split changes its loss.
+"""Remembers which splits have been checked, and reacts if a split changes its loss.
 
 :class:`.batcher.MicroBatcher` has a :class:`SplitWatch` for all steps of an attempt, in the process
 that trains. Steps with the same structure of batch and the same code are a kind, and each kind is

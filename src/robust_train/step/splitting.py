@@ -2,7 +2,7 @@
 
 The batcher, the engine and the integrations use this module in the process that trains. The first
 functions count and cut the samples of any batch. `join_parts` joins the results of the parts, and
-:class:`Parts` is a batch together with the rules to split it. :mod:`.micro_batch_size` chooses the
+:class:`Parts` is a batch with the functions that split it. :mod:`.micro_batch_size` chooses the
 size of the parts.
 """
 
@@ -34,18 +34,18 @@ Count = Callable[[Any], "float | torch.Tensor"]
 """Returns the number of items (samples, tokens, unmasked positions) that a loss averages over."""
 
 
-# --- to count and cut samples ---
+# --- counting and cutting samples ---
 
 
 def bounds(samples: int, at_most: int, start: int = 0, *, least: int = 1) -> list[tuple[int, int]]:
     """Split the samples from ``start`` up to ``samples`` into as few parts as possible.
 
-    The parts are of equal size, or differ by 1, because such parts need the least memory. If the
-    batch has ``least`` samples, so has each part, because BatchNorm refuses a single sample. A part
+    The parts differ in size by at most 1, because such parts need the least memory. Each part has
+    at least ``least`` samples if the batch does, because BatchNorm refuses a single sample. A part
     may then exceed ``at_most`` by 1.
 
     Returns:
-        The first sample of each part, and the sample after its last sample.
+        The start and the stop of each part, as in a slice.
     """
     count = samples - start
     parts = -(-count // at_most)
@@ -108,8 +108,8 @@ def part_of(batch: Any, start: int, stop: int) -> Any:
     Tensors and arrays are sliced, which copies nothing. Mappings, tuples and dataclasses are
     rebuilt around their parts. In a list of tensors or arrays, which a loader makes from a tuple,
     each entry is sliced. Any other list is sliced as a list of samples. Other values stay as they
-    are. A list with a tensor for each sample looks the same as a list from a loader, so such a
-    batch needs the user's own ``split`` and ``length``.
+    are. A list with a tensor for each sample looks like a list from a loader, so such a batch needs
+    the user's own ``split`` and ``length``.
     """
 
     def cut(item: Any, name: str) -> Any:
@@ -158,14 +158,14 @@ def _concatenate(first: Any, last: Any) -> Any:
     return rebuild(first, join)
 
 
-# --- to join results ---
+# --- joining results ---
 
 
 def join_parts(results: Sequence[Any], sizes: Sequence[int], *, any_length: bool = False) -> Any:
     """Join the results of parts into the result of the batch.
 
     Arrays and lists with an entry for each sample are concatenated. Floats are averaged, weighted
-    by the samples, and integers are summed. Any other value is that of the first part.
+    by the samples, and integers are summed. Any other value is taken from the first part.
 
     Args:
         results: the result of each part, in any structure that `part_of` accepts.
@@ -207,7 +207,7 @@ def join_parts(results: Sequence[Any], sizes: Sequence[int], *, any_length: bool
 
 
 def _join_numbers(numbers: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Average floats, weighted by ``sizes``, and sum integers. Of booleans, return the first."""
+    """Average floats, weighted by ``sizes``, sum integers, and return the first of booleans."""
     dtype = torch.as_tensor(numbers[0]).dtype
     if dtype == torch.bool:
         return numbers[0]
@@ -251,16 +251,16 @@ class Parts:
     batch: Any  # any structure
     samples: int  # number of samples
     split: Split = part_of
-    # Returns the number of items that a loss averages over. None: the samples.
+    # Returns the number of items that a loss averages over. None if the items are the samples.
     count: Count | None = None
-    # False if the batch is certain to have items, which are then counted only if it is split.
+    # False if the batch certainly has items. They are then counted only if the batch is split.
     counts_whole: bool = True
 
     @classmethod
     def of(
         cls, batch: Any, length: Length | None, split: Split | None, count: Count | None = None
     ) -> Parts:
-        """Return a user's batch. ``length`` counts its samples if it is given."""
+        """Return a user's batch, with the user's functions if they are given."""
         if not length:
             length = len if split else length_of
         return cls(batch, length(batch), split or part_of, count)
@@ -299,7 +299,7 @@ class Parts:
         return Part(data, factor * share, start, stop, self.samples)
 
     def without_weight(self) -> Part:
-        """Return a part with weight 0, for a rank whose collectives other ranks wait for."""
+        """Return a part with weight 0, for a rank that has to join the other ranks' collectives."""
         return Part(self.part(0, 1).data, 0.0)
 
 
@@ -333,8 +333,8 @@ def _has_samples(item: Any) -> bool:
 
 
 def _is_structure(items: Iterable[Any]) -> bool:
-    """Return whether a list contains arrays, at any depth. A loader makes such a list from a tuple,
-    and any other list is a list of samples."""
+    """Return whether a list contains arrays, at any depth. A loader makes such a list from a tuple.
+    Any other list is a list of samples."""
     return any(
         _is_array(item)
         or (isinstance(item, Mapping) and _is_structure(item.values()))

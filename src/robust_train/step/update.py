@@ -1,4 +1,4 @@
-"""Update the weights at the end of an optimizer step, unless that would spoil them.
+"""Updates the weights at the end of an optimizer step, unless that would spoil them.
 
 ``run.step`` calls :func:`update` in the process that trains. At first only the GPU knows whether
 the loss and the norm of the gradients are finite. The host must not wait for the GPU in each step,

@@ -1,7 +1,7 @@
 """Checks a sweep's config before its first job starts, and explains mistakes that Hydra ignores.
 
-`sweep.session` and our sweepers call it in the sweep's process. A job checks its own config again
-when it starts.
+`sweep.session` and our sweepers use this module in the sweep's process. A job checks its own config
+again when it starts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Prepares the run folder of a sweep's job before the job starts.
 
-`GpuQueue` calls it in the sweep's process. With other launchers, `SweepCallback` calls it in the
-job's process.
+`GpuQueue` calls `prepare_job` in the sweep's process. With other launchers, `SweepCallback` calls
+it in the job's process.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def sweep_folder_of(config: DictConfig) -> Path:
 
 
 def repeat_of(config: DictConfig) -> int:
-    """Return how many jobs each combination of values has. It is 1 with sweepers of others."""
+    """Return how many jobs each combination of values has. It is 1 with other sweepers."""
     return int(config.hydra.sweeper.get("repeat") or 1)
 
 

@@ -51,7 +51,7 @@ class JobStory:
 
     @property
     def hours(self) -> float:
-        """The GPU-hours of the job in all its launches. For a job on the CPU, its hours."""
+        """The GPU-hours of the job in all its launches, or the hours of a job on the CPU."""
         if self.story is None or not self.story.seconds:
             return 0.0
         gpus = self.row.devices[-1].count(",") + 1 if self.row.devices else 1

@@ -260,7 +260,7 @@ class Search(Jobs):
 
 
 def drop_torn_line(path: Path) -> None:
-    """Cut off an incomplete last line of a file, which a kill or a power cut may leave."""
+    """Cut off an incomplete last line, which a kill or a power cut may leave in a file."""
     with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
         end_of_last_line = file.read().rfind(b"\n") + 1
         file.truncate(end_of_last_line)

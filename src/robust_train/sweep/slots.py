@@ -1,6 +1,6 @@
 """Chooses how many jobs of a sweep run side by side.
 
-`GpuQueue` calls it in the sweep's process before the first job starts.
+`GpuQueue` calls `choose_slots` in the sweep's process before the first job starts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Formats a sweep's jobs as text: tables for the screen, and ``sweep.csv``.
 
 The sweep's process uses it during the sweep and at its end, and so do the commands that list jobs,
-such as ``robust-train ps``. It reads and writes no files.
+such as ``robust-train ps``. No function here reads or writes files.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LONGEST_RESULT = 40  # characters of a result in a table
 
 
 def values_of(rows: Sequence[SweepJob]) -> list[float]:
-    """Return the results of the completed jobs that are numbers."""
+    """Return those results of completed jobs that are numbers."""
     return [row.value for row in rows if row.value is not None]
 
 

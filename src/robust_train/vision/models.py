@@ -1,6 +1,6 @@
 """Builds the models that ``model=…`` names, and loads and saves their trained weights.
 
-`vision.trainer` calls it in the attempt's process, on every rank. In a model with a frozen backbone
+`vision.trainer` uses it in the attempt's process, on every rank. In a model with a frozen backbone,
 only a part is trained, and only that part is in checkpoints.
 """
 
@@ -169,7 +169,7 @@ def add_lora(module: nn.Module, cfg: Any) -> nn.Module:
     The adapters and the classifier are trained, and everything else is frozen.
 
     Raises:
-        ConfigError: the model has no layer of such a name.
+        ConfigError: the model has no layer with such a name.
     """
     peft = require("peft", "model=lora")
     heads = classifier_names(module)

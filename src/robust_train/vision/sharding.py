@@ -1,8 +1,8 @@
 """Shards the built-in trainer's model over the ranks (``training.sharding=fsdp``, FSDP2).
 
-`vision.trainer` calls it in the attempt's process, on every rank. A checkpoint of a sharded model
-is a folder: ``torch.distributed.checkpoint`` writes the shards of all ranks, and another file has
-all other values. ``checkpoints.read_newest`` reads the folder.
+`vision.trainer` uses this module in the attempt's process, on every rank. A checkpoint of a sharded
+model is a folder: ``torch.distributed.checkpoint`` writes the shards of all ranks, and another file
+has all other values. ``checkpoints.read_newest`` reads the folder.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ def share_buffers(model: nn.Module) -> None:
 
 
 def _blocks(module: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a model: the members with weights of its outermost module lists."""
+    """Return the blocks of a model: the members of its outermost module lists that have weights."""
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
         return [part for part in module if next(part.parameters(), None) is not None]
     return [block for child in module.children() for block in _blocks(child)]
 
 
 def create_folder_writer() -> Callable[[Content, Path], Path]:
-    """Return a function that writes a checkpoint of all ranks' shards. Every rank must call both.
+    """Return a function that writes all ranks' shards. Every rank must call this and the function.
 
     The function has its own process group, so it can run in a thread while training continues.
     """
@@ -127,7 +127,8 @@ def write_shards(group: dist.ProcessGroup, content: Content, path: Path) -> Path
         path: the folder. If it exists, the new folder is named ``path-again``.
 
     Returns:
-        On the first rank, the folder's path. On other ranks, ``path``, whatever the folder's name.
+        The folder's path on the first rank. The other ranks return ``path``, even if the folder
+        has another name.
 
     Raises:
         CheckpointError: a rank cannot write. All ranks raise it, and no files are left.
@@ -148,7 +149,7 @@ def write_shards(group: dist.ProcessGroup, content: Content, path: Path) -> Path
         shutil.rmtree(writer.path, ignore_errors=True)
         rank, (error, _) = next(iter(failure.failures.items()))
         if isinstance(error, OSError):
-            # The error's whole text would also name a file within the temporary folder.
+            # The full message would also name a file in the temporary folder.
             reason = error.strerror
             if not reason:
                 reason = str(error).rpartition(": ")[2]

@@ -1,7 +1,7 @@
-"""Check a script's command before it runs, so that a mistake costs one line and no device.
+"""Checks a script's command before it runs, so that a mistake costs one line and no device.
 
-The trainer behind ``trainer=command`` uses it in the attempt's process, and ``robust-train run`` in
-the command's process.
+The trainer behind ``trainer=command`` does this in the attempt's process, and ``robust-train run``
+does it in the command's process.
 """
 
 from __future__ import annotations

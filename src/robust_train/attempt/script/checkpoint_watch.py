@@ -1,9 +1,9 @@
-"""Find the checkpoints that a script writes, by the pattern ``trainer.checkpoint_glob``.
+"""Finds the checkpoints that a script writes, by the pattern ``trainer.checkpoint_glob``.
 
-The trainer behind ``trainer=command`` uses it in the attempt's process. A script does not say when
-a checkpoint is complete. So a file counts once it is the same in two polls and its form shows that
-it is whole. A folder must also have all files that the folder before it has. Files from before the
-job started do not count.
+The trainer behind ``trainer=command`` uses this module in the attempt's process. A script does not
+say when a checkpoint is complete. So a file counts once it is unchanged between two polls and its
+format shows that it is whole. A folder must also have all files that the previous folder has. Files
+from before the job started do not count.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Found:
 
 
 NOTHING = Found(Path(), (0, 0))
-"""Stands for no checkpoint. Every checkpoint is later."""
+"""Stands for no checkpoint. Every checkpoint is newer."""
 
 
 class CheckpointWatch:
@@ -58,7 +58,7 @@ class CheckpointWatch:
         self._last_seen: dict[str, Stamp] = {}
 
     def newest(self, *, at_rest: bool, reported: Collection[Path] | None = None) -> Found:
-        """Return the first result of :meth:`find_complete`, or ``NOTHING``."""
+        """Return the newest complete checkpoint (see :meth:`find_complete`), or ``NOTHING``."""
         return next(self.find_complete(at_rest=at_rest, reported=reported), NOTHING)
 
     def find_complete(
@@ -98,8 +98,11 @@ class CheckpointWatch:
         ]
 
     def explain_unused(self, newest_usable: Found) -> CheckpointUnused | None:
-        """Return why a file or folder is not used as a checkpoint, although its name suggests that
-        it is one and it is newer than ``newest_usable``, or None."""
+        """Return the event that says why no newer checkpoint than ``newest_usable`` is used.
+
+        Either the newest match of the pattern is not whole, or the pattern matches nothing because
+        of a bracket. Otherwise, return None.
+        """
         seen = find_stamps(self._pattern)
         matches = self._new_matches(seen)
         newest = max(matches, key=lambda match: match.changed, default=NOTHING)
@@ -122,8 +125,8 @@ class CheckpointWatch:
 
 
 def _has_all_files(folder: Path, older: Sequence[Found], reported: Collection[Path] | None) -> bool:
-    """Return whether a folder has all files that the folder before it has. Names that differ in
-    numbers only count as the same."""
+    """Return whether a folder has all files that the previous folder has. Names that differ only in
+    their numbers count as the same."""
     for match in older:
         if match.path.is_dir():
             return _names_in(match.path) <= _names_in(folder)

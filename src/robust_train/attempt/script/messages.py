@@ -1,4 +1,4 @@
-"""Read a script's messages: lines of JSON in the file that ``ROBUST_TRAIN_EVENTS`` names.
+"""Reads a script's messages: lines of JSON in the file that ``ROBUST_TRAIN_EVENTS`` names.
 
 :class:`.watched.WatchedScript` uses it in the attempt's process. A Python script writes messages
 with :mod:`.script_run`, and a script in another language appends lines such as ``{"event":

@@ -1,4 +1,4 @@
-"""Run a script's process: start it, pass on the request to stop, and end all its descendants.
+"""Runs a script's process: starts it, passes on requests to stop, and ends all its descendants.
 
 The trainer behind ``trainer=command`` uses it in the attempt's process. That process is a
 subreaper: the kernel makes orphaned descendants of the script its children, so it can end them.
@@ -203,7 +203,7 @@ def _prepare_process(stop_signal: signal.Signals) -> None:
 @contextlib.contextmanager
 def _reopened_input() -> Iterator[int | None]:
     """Reopen a file on standard input, so that each attempt and each job reads all of it. Yields
-    None if standard input is no file."""
+    None if standard input is not a file."""
     reopened = None
     with contextlib.suppress(OSError):  # It is a pipe, or closed.
         starts_at = os.lseek(0, 0, os.SEEK_CUR)

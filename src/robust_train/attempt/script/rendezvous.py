@@ -1,4 +1,4 @@
-"""Choose a rendezvous for a script that starts several ranks.
+"""Chooses a rendezvous for a script that starts several ranks.
 
 The trainer behind ``trainer=command`` uses this in the attempt's process. torchrun's default port
 is 29500, so two jobs on one machine would collide. With ``--standalone``, or the environment

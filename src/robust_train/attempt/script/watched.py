@@ -1,4 +1,4 @@
-"""Pass on the reports and checkpoints of a running script.
+"""Passes on the reports and checkpoints of a running script.
 
 The trainer behind ``trainer=command`` polls :class:`WatchedScript` in the attempt's process, about
 twice a second. The script reports through lines of JSON in a file (:mod:`.messages`), and its

@@ -28,7 +28,7 @@ def reduce_workers(context: FailureContext) -> Retry | None:
     seen = evidence.of(WorkersFinding)
     last = context.last.of(WorkersKnob)
     is_host = context.failure.kind is FailureKind.HOST_OOM
-    # If a worker died, workers existed.
+    # A worker that died proves that there were workers.
     has_none = seen.no_workers or (is_host and seen.workers == 0)
     holds_little = is_host and seen.workers_hold_most is False
     if has_none or holds_little or _workers_are_fixed(context):

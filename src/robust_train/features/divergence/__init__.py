@@ -1,4 +1,4 @@
-"""Divergence: detects a loss that is no longer usable, and repeats training from before it."""
+"""Detects a loss that is no longer usable, and resumes training from before the divergence."""
 
 from robust_train.features.divergence.model import DivergenceKeys
 from robust_train.model.feature import Feature

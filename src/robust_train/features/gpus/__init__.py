@@ -1,4 +1,4 @@
-"""GPUs that fail, or that other jobs take: the evidence and the remedies."""
+"""Has the evidence and the remedies for GPUs that fail or that other jobs take."""
 
 from robust_train.model.feature import Feature
 

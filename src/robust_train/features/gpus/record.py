@@ -1,6 +1,6 @@
 """The fields of an attempt's record about the GPU on which it failed.
 
-The launcher sets them. The remedies for a lack of memory compare both figures: if less memory is
+The launcher sets them. The remedies for a lack of memory compare the two figures: if less memory is
 free after the attempt than before, other processes took it.
 """
 

@@ -1,4 +1,4 @@
-"""The live status lines of a job, if no other program writes to its terminal."""
+"""Shows a job's live status lines, if no other program writes to its terminal."""
 
 from robust_train.model.feature import Feature
 

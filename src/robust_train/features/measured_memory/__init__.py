@@ -1,4 +1,4 @@
-"""Memory measured, not declared. The peak of a job is remembered for later jobs like it."""
+"""Measures the peak memory of jobs, and reserves it for later jobs of the same kind."""
 
 from robust_train.model.feature import Feature
 

@@ -11,33 +11,34 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 FIRST_STEPS = 10
-"""Optimizer steps that an attempt takes before its peak counts as measured."""
+"""Number of optimizer steps after which an attempt's peak counts as measured."""
 
 PEAK = "gpu_peak"
-"""The name of the measured peak among an attempt's figures of memory."""
+"""The name of the measured peak among an attempt's memory figures."""
 
 QUIET_SECONDS = 60.0
-"""A program that reports no steps is measured when its peak has not grown for so long."""
+"""A program that reports no steps counts as measured once its peak has not grown for this long."""
 
 MOST_TOGETHER = 16
-"""Jobs that a measured job accepts on its GPU with ``gpu_jobs_per_device=auto``, itself included:
-more contexts than that cost more than they compute."""
+"""Maximum number of jobs per GPU with ``gpu_jobs_per_device=auto``, including the measured job.
+More CUDA contexts than that cost more than they compute."""
 
 _MARGIN = 10
-"""The peak divided by this is reserved on top of it."""
+"""The peak divided by this number is reserved in addition to the peak."""
 
 _MOST_OF_A_GPU = 0.95
-"""The share of an idle GPU that can be waited for: a desktop or a monitor may hold the rest."""
+"""The largest share of a GPU that a job may wait for, because a desktop may hold the rest."""
 
 _ALL_AT_ONCE = 0.7
-"""JAX takes three quarters of a GPU when it starts, and TensorFlow nearly all of it."""
+"""A program that takes this share of a GPU at once does so whatever it needs: JAX takes three
+quarters of a GPU when it starts, and TensorFlow takes nearly all of it."""
 
 _MOST_BEFORE_ALL = 0.1
-"""The share of a GPU that CUDA's context and libraries may hold before that."""
+"""The share of a GPU that the CUDA context and libraries may hold before such an allocation."""
 
 
 def add_margin(peak_bytes: int, held_bytes: int = 0) -> int:
-    """Return the bytes to reserve for a peak: a tenth more, never less than is held."""
+    """Return the bytes to reserve for a peak: a tenth more, and at least ``held_bytes``."""
     return max(peak_bytes + math.ceil(peak_bytes / _MARGIN), held_bytes)
 
 
@@ -45,7 +46,7 @@ def compute_torch_peak(figures: Mapping[str, int]) -> int:
     """Return the bytes that a process with torch held at its peak, or 0 if unknown.
 
     Args:
-        figures: its memory in bytes, as `memory_in_use` returns it at the end of an attempt.
+        figures: the process's memory in bytes, as `memory_in_use` returns it after an attempt.
     """
     cache = max(figures.get("reserved", 0), figures.get("max_allocated", 0))
     context = figures.get("context_bytes", 0)
@@ -55,11 +56,11 @@ def compute_torch_peak(figures: Mapping[str, int]) -> int:
 
 
 def choose_reservation(peak_bytes: int, capacity_bytes: int) -> int:
-    """Return the bytes to reserve for a peak, on a GPU that has this much for all of its jobs.
+    """Return the bytes to reserve for a peak on a GPU with ``capacity_bytes`` for all jobs.
 
-    A measured figure keeps no job from starting. If the GPU has no room for the margin, the margin
-    shrinks, and a little is left for a desktop. A peak that the GPU cannot hold was measured on
-    another model or is extrapolated: the job then gets the GPU and recovers by itself.
+    A measurement never prevents a job from starting. If the GPU has no room for the margin, the
+    margin shrinks, and a little is left for a desktop. A peak that the GPU cannot hold was measured
+    on another GPU model or was extrapolated. The job then gets the GPU and recovers by itself.
     """
     most = int(_MOST_OF_A_GPU * capacity_bytes)
     if peak_bytes <= capacity_bytes:
@@ -68,10 +69,11 @@ def choose_reservation(peak_bytes: int, capacity_bytes: int) -> int:
 
 
 def estimate_peak(peaks: Mapping[int, int], micro_batch: int) -> int | None:
-    """Return the peak at a micro-batch from measured peaks, or None if unknown.
+    """Estimate the peak at a micro-batch size from measured peaks. Return None if unknown.
 
-    Memory is affine in the micro-batch: a constant part for weights and optimizer, and a part for
-    each sample. A single peak only bounds that of smaller micro-batches.
+    Memory is an affine function of the micro-batch size: a constant for the weights and the
+    optimizer, plus an amount per sample. A single measured peak is an upper limit for smaller
+    sizes.
     """
     if micro_batch in peaks:
         return peaks[micro_batch]
@@ -87,7 +89,7 @@ def estimate_peak(peaks: Mapping[int, int], micro_batch: int) -> int | None:
 
 
 def _find_neighbours(nearest: Sequence[int], micro_batch: int) -> tuple[int, int]:
-    """Return the nearest size on each side of a micro-batch, or else the two nearest sizes."""
+    """Return the nearest size on each side of a micro-batch size, or else the two nearest sizes."""
     below = next((size for size in nearest if size < micro_batch), None)
     above = next((size for size in nearest if size > micro_batch), None)
     if below is None or above is None:
@@ -96,7 +98,8 @@ def _find_neighbours(nearest: Sequence[int], micro_batch: int) -> tuple[int, int
 
 
 def find_largest_fitting(peaks: Mapping[int, int], room_bytes: int) -> int | None:
-    """Return the largest micro-batch whose reservation fits, 0 if none fits, None if unknown."""
+    """Return the largest micro-batch size whose reservation fits. Return 0 if no size fits, or None
+    if unknown."""
     if not peaks:
         return None
     fits = 0
@@ -121,39 +124,39 @@ def find_largest_fitting(peaks: Mapping[int, int], room_bytes: int) -> int | Non
 
 @dataclass(frozen=True)
 class Sample:
-    """NVML's figures of a GPU on which a job runs, at a moment."""
+    """NVML's figures for a GPU on which a job runs, at one moment."""
 
     used_bytes: int  # memory that any process uses
     before_bytes: int  # the same before the attempt began
-    # Bytes that each process of the job holds there, None if NVML does not say.
+    # Bytes that each process of the job holds on it, None if NVML does not report them.
     ours: tuple[int | None, ...] = ()
-    others: int = 0  # processes of others that NVML lists there
-    is_listed: bool = True  # NVML lists processes, by the numbers that they have here
-    is_alone: bool = True  # no other job of the queue has been there since the attempt began
+    others: int = 0  # number of other processes that NVML lists on it
+    is_listed: bool = True  # whether NVML lists processes, by the pids that they have here
+    is_alone: bool = True  # whether no other job of the queue has used it since the attempt began
 
     def by_process(self) -> int | None:
-        """Return the bytes that NVML counts for the job's processes, or None without a count."""
+        """Return the bytes that NVML counts for the job's processes, or None if unavailable."""
         sizes = [size for size in self.ours if size is not None]
         return sum(sizes) if sizes and len(sizes) == len(self.ours) else None
 
     @property
     def is_before_cuda(self) -> bool:
-        """Whether none of the job's processes has started CUDA yet, as far as can be seen.
+        """Whether none of the job's processes appears to have started CUDA.
 
-        Under WSL2 NVML lists no process at all, so growth of the used memory shows CUDA.
+        Under WSL2, NVML lists no processes at all, so growth of the used memory is the only sign.
         """
         grew = self.used_bytes - self.before_bytes
         is_seen = bool(self.ours) or (self.others == 0 and grew >= _LEAST_CONTEXT)
         return self.is_listed and not is_seen
 
     def by_difference(self) -> int | None:
-        """Return the growth of the used memory, or None if others may have caused it."""
+        """Return the growth of the used memory, or None if other processes may have caused it."""
         if not self.is_alone or (self.is_listed and self.others):
             return None
         return max(self.used_bytes - self.before_bytes, 0)
 
     def taken_by_others(self) -> int:
-        """Return the bytes that others took since the attempt began, or 0 if unknown."""
+        """Return the bytes that other processes took since the attempt began, or 0 if unknown."""
         held = self.by_process()
         if held is None:
             return 0
@@ -161,11 +164,11 @@ class Sample:
 
 
 _LEAST_CONTEXT = 64 << 20
-"""No CUDA context is smaller. The driver itself may take less than this."""
+"""The smallest size of a CUDA context in bytes. The driver itself may take less than this."""
 
 
 def is_measured(
-    steps: int | None,  # steps since the attempt began, None if it reports none
+    steps: int | None,  # steps since the attempt began, None if it reports no steps
     *,
     saved: bool,  # a checkpoint, an epoch or a validation has ended
     quiet_seconds: float,  # time since the peak last grew
@@ -180,7 +183,7 @@ def has_taken_all_at_once(peaks: Sequence[int], total_bytes: int, *, has_allocat
     """Return whether a program takes most of a GPU whatever it needs, as JAX and TensorFlow do.
 
     Args:
-        peaks: bytes that it held in each sample so far, without zeros.
+        peaks: the bytes that it held in each sample so far, without zeros.
         total_bytes: the GPU's memory.
         has_allocator: whether torch reports the bytes of its own allocator.
     """

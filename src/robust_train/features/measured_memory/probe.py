@@ -1,4 +1,8 @@
-"""A probe run: a program runs as a job until its memory is measured, then it is stopped."""
+"""Probe runs, which the command ``need`` starts to measure a program's memory.
+
+A probe runs the program as a job of its own. The job's launcher stops it once its memory is
+measured.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +19,14 @@ from robust_train.files import write_json
 from robust_train.folder.requests import LAUNCHERS_VERB, new_request
 
 _VARIABLE = "ROBUST_TRAIN_PROBE"
-"""Set for the launcher of a probe run. Its attempts inherit it, and do not use it."""
+"""Set for the launcher of a probe run. Its attempts inherit the variable but do not read it."""
 
 
 def run_probe(argv: Sequence[str], batch_size: str | None) -> int:
-    """Run a program until it is measured, and return the exit code of its job.
+    """Run a program until its memory is measured, and return the exit code of its job.
 
-    It prints to standard error, because the answer of the command is on standard output.
-    The run folder is removed, and the result stays in the store.
+    The job prints to standard error, because standard output is for the command's answer. The run
+    folder is removed afterwards, and the measurement stays in the store.
     """
     with tempfile.TemporaryDirectory(
         prefix="robust-train-probe-", ignore_cleanup_errors=True
@@ -31,13 +35,13 @@ def run_probe(argv: Sequence[str], batch_size: str | None) -> int:
         options = ["--min-gpu-memory-mb", "auto", "--no-cpu", "--name", "probe"]
         if batch_size is not None:
             options += ["--batch-size", batch_size]
-        # Its run folder is removed, so nothing can resume it.
+        # The run folder is removed, so a later launch cannot resume the job.
         command += [*options, "resume=false", "--run-dir", folder, "--", *argv]
         return _ended_job(command)
 
 
 def _ended_job(command: Sequence[str]) -> int:
-    """Run a job to its end, and return its exit code. Its signals end it, as if it ran alone.
+    """Run a job to its end, and return its exit code. Signals to this command end the job.
 
     Raises:
         KeyboardInterrupt: this command received a signal, and the job has ended.
@@ -47,7 +51,7 @@ def _ended_job(command: Sequence[str]) -> int:
 
     def forward(signum: int, frame: FrameType | None) -> None:
         received.append(signum)
-        # A terminal sends Ctrl-C to both.
+        # A terminal sends Ctrl-C to both processes.
         if job is not None and signum != signal.SIGINT:
             job.send_signal(signum)
 
@@ -55,7 +59,7 @@ def _ended_job(command: Sequence[str]) -> int:
     before = {
         signum: signal.signal(signum, forward)
         for signum in signums
-        # The job inherits that a signal is ignored, as nohup does with SIGHUP.
+        # An ignored signal stays ignored in the job, for example SIGHUP under nohup.
         if signal.getsignal(signum) != signal.SIG_IGN
     }
     try:
@@ -77,5 +81,5 @@ def is_probe() -> bool:
 
 
 def stop_probe(run_dir: Path) -> None:
-    """Request the end of the job in a run folder, as ``robust-train stop`` does."""
+    """Ask the job in a run folder to stop, as ``robust-train stop`` does."""
     write_json(new_request(run_dir), {"verb": LAUNCHERS_VERB})

@@ -1,6 +1,6 @@
-"""The measured peaks of this user's jobs, in a small file.
+"""Stores the measured peaks of this user's jobs in a small file.
 
-Jobs only gain from it. A damaged file costs its content and one line.
+The file is only a help: if it is damaged, its content is lost and one line is logged.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ class Need:
     ) -> Need:
         """Return the need with a new measurement.
 
-        If it is of a whole run, it replaces an earlier one at the same size. Otherwise the larger
-        one counts, because the run may have reached its peak before or after it was measured.
+        A measurement of a whole run replaces an earlier measurement at the same size. Otherwise the
+        larger value counts, because the run may have reached its peak before or after the
+        measurement.
         """
         sizes = {**self.peaks.get(gpu, {})}
         # The order is by age, the newest last.
@@ -143,7 +144,7 @@ def remember(
             if is_locked:
                 now = time.time()
                 needs: dict[str, Need] = {}
-                # The job's start has warned of a damaged file, which this replaces.
+                # A damaged file was reported at the job's start, and is replaced here.
                 with contextlib.suppress(*_UNUSABLE):
                     needs = _read(path)
                 need = needs.get(digest, Need())

@@ -1,8 +1,8 @@
 """Samples the memory of an attempt in a thread, and writes a line to ``memory.jsonl`` for each
 sample.
 
-The thread runs in the process that trains, because no other process can read torch's caching
-allocator there. It neither starts CUDA nor imports torch.
+The thread runs in the process that trains, because another process cannot read torch's caching
+allocator. It neither starts CUDA nor imports torch.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Sampler:
         interval_seconds: float = _INTERVAL_SECONDS,  # the shortest time between two samples
         # The share of the time that samples may take. Expensive samples are taken less often.
         cost_share: float = _COST_SHARE,
-        # NVML is queried for each sample during this time, and then once per such a time.
+        # NVML is queried for each sample during this time, and then once in each such period.
         nvml_seconds: float = _NVML_SECONDS,
     ) -> None:
         self._file = SampleFile(run_dir / FILE_NAME)
@@ -193,7 +193,7 @@ class Sampler:
     def _query_gpu(self) -> GpuInfo | None:
         """Return the GPU's state, at most a minute old.
 
-        After the first minute NVML is queried once a minute only. An open session of NVML blocks a
+        After the first minute, NVML is queried only once a minute. An open session of NVML blocks a
         reset of any GPU of the machine, and an attempt may take days.
         """
         now = time.monotonic()

@@ -1,4 +1,4 @@
-"""Notifications of a job: by a user's program, or by Apprise."""
+"""Sends notifications about a job, through a user's program or through Apprise."""
 
 from robust_train.model.feature import Feature
 

@@ -21,17 +21,17 @@ class Notifications(InLauncher):
         self._notifier = Notifier(notify_settings(plan.config.notify, plan.environ))
 
     def event(self, event: Event, attempt: Attempt | None) -> None:
-        """Notify of an event, and of the state after it."""
+        """Send notifications about an event and the state after it."""
         self._notifier.on_event(event, self.job.state)
         self._notifier.poll(self.job.state)
 
     def tick(self, attempt: Attempt | None) -> Pause | None:
-        """Notify of a new state, and end deliveries that take too long."""
+        """Send a notification about a new state, and end deliveries that take too long."""
         self._notifier.poll(self.job.state)
         return None
 
     def close(self) -> None:
-        """Notify of the end, and wait a moment for the last deliveries.
+        """Send a notification about the end, and wait a moment for the last deliveries.
 
         The end of the job is already on the disk, so a signal only cuts the last deliveries short.
         """

@@ -1,4 +1,4 @@
-"""Running out of memory: the evidence, and the remedies."""
+"""Collects the evidence of out-of-memory failures, and has the remedies for them."""
 
 from robust_train.model.feature import Feature
 

@@ -1,4 +1,4 @@
-"""Requests to a running attempt: for a checkpoint, half the batch, or memory figures."""
+"""Carries out requests to a running attempt, such as a checkpoint or half the batch."""
 
 from robust_train.model.feature import Feature
 

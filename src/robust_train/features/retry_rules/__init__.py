@@ -1,4 +1,4 @@
-"""The user's own rules for reactions to failures (``retry.rules``)."""
+"""The user's own rules for how to react to failures (``retry.rules``)."""
 
 from robust_train.features.retry_rules.model import RetryKeys
 from robust_train.model.feature import Feature

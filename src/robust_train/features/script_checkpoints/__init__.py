@@ -1,4 +1,8 @@
-"""Checkpoints that a script writes by itself, and that are found by a pattern."""
+"""Checkpoints that a script writes itself, found by the pattern ``trainer.checkpoint_glob``.
+
+The attempt finds them (`attempt.script.checkpoint_watch`). The launcher's half warns of a pattern
+without a match and of unusable files.
+"""
 
 from robust_train.model.feature import Feature
 

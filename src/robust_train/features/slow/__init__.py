@@ -1,4 +1,4 @@
-"""Slow training: a cause that costs much time is logged once."""
+"""Logs each cause of slow training once, if it costs much time."""
 
 from robust_train.model.feature import Feature
 

@@ -86,7 +86,7 @@ _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 @dataclass(frozen=True)
 class _Glance:
-    """The trainer's processes at a moment."""
+    """The trainer's processes at one moment."""
 
     at: float
     cpu_seconds: float

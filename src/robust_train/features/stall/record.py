@@ -32,7 +32,7 @@ class StallWarning(Event):
 
 @dataclass(frozen=True)
 class Stalled(Event):
-    """The attempt made no progress for ``seconds``, and is ended."""
+    """The attempt made no progress for ``seconds``. ``stacks`` has the stacks of its threads."""
 
     name = "stalled"
     seconds: float

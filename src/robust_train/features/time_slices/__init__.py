@@ -1,4 +1,4 @@
-"""Time slices: a job leaves its GPU if another user waits (``gpu_slice_minutes``)."""
+"""Lets a job leave its GPU after a time slice if another user waits (``gpu_slice_minutes``)."""
 
 from robust_train.features.time_slices.model import TimeSliceKeys
 from robust_train.model.feature import Feature

@@ -1,4 +1,4 @@
-"""The key ``gpu_slice_minutes``, which the launcher reads."""
+"""Declares the key ``gpu_slice_minutes``, which the launcher's half of the feature reads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from robust_train.model.feature import FeatureKeys
 
 @dataclass(frozen=True)
 class TimeSliceKeys(FeatureKeys):
-    """``gpu_slice_minutes``."""
+    """The only key of the feature."""
 
     gpu_slice_minutes: float | None = key(
         None,

@@ -1,4 +1,4 @@
-"""Experiment trackers: all attempts of a job log to the same run of the tracker."""
+"""Lets all attempts of a job log to the same run of an experiment tracker."""
 
 from robust_train.model.feature import Feature
 

@@ -1,4 +1,4 @@
-"""Remedies that retry the same attempt: networks and disks recover, and some crashes do not repeat.
+"""Remedies that retry the same attempt, because networks recover and some crashes do not repeat.
 
 `assembly.load_remedies` orders them, and ``policy.decide`` calls them in the launcher. Pure.
 """
@@ -17,7 +17,7 @@ minutes, a usual period in which servers count requests."""
 
 
 def retry_unchanged(context: FailureContext) -> Retry | None:
-    """Retry after a pause that doubles each time: peers, networks and disks recover."""
+    """Retry after a pause that doubles each time, because peers, networks and disks may recover."""
     pause = pause_before(context, context.failures_without_progress)
     if context.evidence.clue == Clue.RATE_LIMIT:
         longer = min(pause * _RATE_LIMIT_FACTOR, LONGEST_PAUSE_SECONDS)
