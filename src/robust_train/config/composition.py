@@ -113,7 +113,7 @@ def complete(cfg: Mapping[str, Any] | DictConfig) -> DictConfig:
     whole = given if isinstance(given, DictConfig) else OmegaConf.create(given)
     if not is_theirs(whole):
         completed = _complete(whole)
-        # The cache has the time that the caller's config may already have resolved ``now`` to. The
+        # The cache has the time to which the caller's config may already have resolved ``now``. The
         # run folder may be named after it.
         OmegaConf.copy_cache(whole, completed)
         return completed

@@ -209,7 +209,7 @@ class PlainConfig:
 class RobustConfig(PlainConfig):
     """The root of ``configs/robust.yaml``, which serves ``train_robust.py``.
 
-    After the keys, it has a few fields that :mod:`.checks` works out, and properties that answer
+    After the keys, it has a few fields that :mod:`.checks` computes, and properties that answer
     questions about several keys.
     """
 

@@ -1,9 +1,9 @@
 """Records that features extend: an attempt has notes, its spec has knobs, its failure has findings.
 
 A feature declares a part in its ``record.py``, a frozen dataclass whose fields all have defaults.
-Code with its class reads it by ``record.of(SlowNote)``. Rules and the report, which may not import
-a feature that may be deleted, ask for a figure by its name. In files the fields of all parts stand
-among the record's own fields. Every process that reads a record uses this module.
+Code that can import its class reads it with ``record.of(SlowNote)``. Rules and the report must not
+import a feature that may be deleted, so they ask for a figure by its name. In files, the fields of
+all parts are among the record's own fields. Every process that reads a record uses this module.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Part:
-    """A feature's addition to a record. Without arguments it has no content."""
+    """A feature's addition to a record. Created without arguments, it has no content."""
 
     # The field of the record that these fields follow in files. Empty if no file contains them.
     written_after: ClassVar[str] = ""

@@ -1,4 +1,4 @@
-"""Divergence: detects a loss that is no longer usable, and repeats training from before it."""
+"""Divergence: detects a loss that is no longer usable, and retrains from before that point."""
 
 from robust_train.features.divergence.model import DivergenceKeys
 from robust_train.model.feature import Feature

@@ -57,9 +57,9 @@ def compute_torch_peak(figures: Mapping[str, int]) -> int:
 def choose_reservation(peak_bytes: int, capacity_bytes: int) -> int:
     """Return the bytes to reserve for a peak, on a GPU that has this much for all of its jobs.
 
-    A measured figure keeps no job from starting. If the GPU has no room for the margin, the margin
-    shrinks, and a little is left for a desktop. A peak that the GPU cannot hold was measured on
-    another model or is extrapolated: the job then gets the GPU and recovers by itself.
+    A measurement never prevents a job from starting. If the GPU has no room for the margin, the
+    margin shrinks, and a little memory is left for a desktop. A peak that the GPU cannot hold was
+    measured on another model or extrapolated. The job then gets the GPU and recovers by itself.
     """
     most = int(_MOST_OF_A_GPU * capacity_bytes)
     if peak_bytes <= capacity_bytes:
@@ -71,7 +71,7 @@ def estimate_peak(peaks: Mapping[int, int], micro_batch: int) -> int | None:
     """Return the peak at a micro-batch from measured peaks, or None if unknown.
 
     Memory is affine in the micro-batch: a constant part for weights and optimizer, and a part for
-    each sample. A single peak only bounds that of smaller micro-batches.
+    each sample. A single peak is only an upper bound for smaller micro-batches.
     """
     if micro_batch in peaks:
         return peaks[micro_batch]
@@ -121,10 +121,10 @@ def find_largest_fitting(peaks: Mapping[int, int], room_bytes: int) -> int | Non
 
 @dataclass(frozen=True)
 class Sample:
-    """NVML's figures of a GPU on which a job runs, at a moment."""
+    """NVML's figures for a GPU on which a job runs, at one moment."""
 
-    used_bytes: int  # memory that any process uses
-    before_bytes: int  # the same before the attempt began
+    used_bytes: int  # memory used by all processes
+    before_bytes: int  # memory used before the attempt began
     # Bytes that each process of the job holds there, None if NVML does not say.
     ours: tuple[int | None, ...] = ()
     others: int = 0  # processes of others that NVML lists there
@@ -132,7 +132,7 @@ class Sample:
     is_alone: bool = True  # no other job of the queue has been there since the attempt began
 
     def by_process(self) -> int | None:
-        """Return the bytes that NVML counts for the job's processes, or None without a count."""
+        """Return the bytes that NVML counts for the job's processes, or None if unknown."""
         sizes = [size for size in self.ours if size is not None]
         return sum(sizes) if sizes and len(sizes) == len(self.ours) else None
 

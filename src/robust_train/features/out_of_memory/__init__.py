@@ -1,4 +1,4 @@
-"""Running out of memory: the evidence, and the remedies."""
+"""Out of memory: the evidence that a failure leaves, and the remedies."""
 
 from robust_train.model.feature import Feature
 

@@ -1,4 +1,4 @@
-"""Slow training: a cause that costs much time is logged once."""
+"""Slow training: a cause that costs a lot of time is logged once."""
 
 from robust_train.model.feature import Feature
 
