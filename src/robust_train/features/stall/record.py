@@ -32,7 +32,8 @@ class StallWarning(Event):
 
 @dataclass(frozen=True)
 class Stalled(Event):
-    """The attempt made no progress for ``seconds``, so the launcher ends it."""
+    """The attempt made no progress for ``seconds``, so the launcher ends it. ``stacks`` has the
+    stacks of its threads."""
 
     name = "stalled"
     seconds: float
