@@ -44,7 +44,7 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or a directory's entries, to disk."""
+    """Flush a file's content or a directory's entries to disk."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -5,7 +5,7 @@ block. For example, three tensors of 100, 200 and 300 MiB may share one block of
 
 Pinned memory is expensive: the system can neither swap nor drop it, and torch's allocator rounds
 each block up to a power of two and keeps freed blocks. So the blocks of a pinned arena are powers
-of two, which makes :attr:`Arena.taken` the memory that is really in use, and dropped blocks are
+of two, which makes :attr:`Arena.taken` the memory that is actually in use, and dropped blocks are
 returned to the system.
 """
 
@@ -43,7 +43,7 @@ class PiecePlan:
 def plan_pieces(
     sizes: Sequence[int], blocks: Sequence[int], first: PieceStart, *, pinned: bool
 ) -> PiecePlan:
-    """Place pieces of these sizes one after the other, and add blocks if necessary.
+    """Place pieces of these sizes one after another, and add blocks if necessary.
 
     Args:
         sizes: the sizes of the pieces in bytes.
@@ -81,7 +81,7 @@ def _round_up_to_power_of_two(size: int) -> int:
 
 
 class Arena:
-    """Blocks of host memory, ``pinned`` or not, from which pieces are taken one after the other."""
+    """Blocks of host memory, ``pinned`` or not, from which pieces are taken one after another."""
 
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned
@@ -111,7 +111,7 @@ class Arena:
         ]
 
     def begin(self) -> None:
-        """Free all pieces for reuse: their content is no longer needed."""
+        """Free all pieces for reuse, because their content is no longer needed."""
         self._next = PieceStart()
 
     def trim(self) -> None:

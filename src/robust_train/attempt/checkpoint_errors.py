@@ -1,6 +1,6 @@
-"""Errors of checkpoints, and how all ranks get the error of one rank.
+"""Errors of checkpoints, and a function that raises one rank's error on all ranks.
 
-The other modules about checkpoints and the integrations use it in the process that trains.
+The other checkpoint modules and the integrations use it in the process that trains.
 """
 
 from __future__ import annotations
@@ -28,15 +28,19 @@ def is_disk_error(error: BaseException) -> bool:
 
 
 def run_on_all_ranks(act: Callable[[], Any], gather: Callable[[Any], list[Any]]) -> Any:
-    """Call ``act`` on every rank, and return its result.
+    """Call ``act`` and return its result. Every rank must call this function.
 
-    If ``act`` fails on a rank because of the disk, the memory or the checkpoint, all ranks raise
-    the error of the first such rank. Otherwise the other ranks would wait for it in the next
-    collective. ``gather`` returns the values of all ranks.
+    If ``act`` fails on a rank because of the disk, memory or the checkpoint, all ranks raise the
+    error of the first such rank. Otherwise the other ranks would wait for it in the next
+    collective.
+
+    Args:
+        act: the function to call.
+        gather: takes this rank's value, and returns the values of all ranks.
 
     Raises:
-        RankFailure: ``act`` failed on another rank only, and not because of the disk or the
-            checkpoint.
+        RankFailure: ``act`` succeeded here but failed on another rank, and neither the disk nor the
+            checkpoint is the reason.
     """
     result = None
     error = None
@@ -44,7 +48,7 @@ def run_on_all_ranks(act: Callable[[], Any], gather: Callable[[Any], list[Any]])
         result = act()
     except (OSError, MemoryError, RuntimeError, UnusableError) as raised:
         error = raised
-    except Exception as raised:  # safetensors has its own exception class
+    except Exception as raised:  # safetensors raises its own exception class
         if not is_disk_error(raised):
             raise
         error = OSError(first_line(raised))

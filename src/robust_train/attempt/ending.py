@@ -118,7 +118,7 @@ def _module_of(frames: TracebackType) -> str:
 
 
 def _pickle_error(error: BaseException) -> str:
-    """Return the pickled exception as text, empty if that is impossible or too large."""
+    """Return the pickled exception as text, empty if it cannot be pickled or is too large."""
     try:
         data = pickle.dumps(error)
         # Many exceptions can be pickled but not unpickled.

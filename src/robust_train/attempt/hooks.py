@@ -1,8 +1,8 @@
 """The hooks by which features take part in an attempt.
 
-A feature takes part through a subclass of :class:`InAttempt`, and each rank creates one object of
-it. :class:`.live.LiveAttempt` calls the hooks through :class:`AttemptHooks`, in the process that
-trains. No hook calls another hook, and features do not see each other.
+A feature takes part through a subclass of :class:`InAttempt`, which each rank instantiates once. In
+the process that trains, :class:`.live.LiveAttempt` calls the hooks through :class:`AttemptHooks`.
+No hook calls another hook, and features do not know about each other.
 """
 
 from __future__ import annotations
@@ -32,40 +32,44 @@ class InAttempt:
         self.config = config
 
     def begin(self) -> None:
-        """Start before the trainer is called, but after it was imported."""
+        """Start after the trainer was imported, and before it is called."""
 
     def boundary(self, what: str) -> None:
-        """Do work that is due between two steps. ``what`` names the trainer's call: ``progress``,
-        ``reported`` (progress that was sent to the launcher), ``backward``, ``forward``,
-        ``should_stop``, ``should_save``."""
+        """Do work that is due between two steps.
+
+        ``what`` names the trainer's call: ``progress``, ``reported`` (progress that was sent to the
+        launcher), ``backward``, ``forward``, ``should_stop`` or ``should_save``.
+        """
 
     def pause(self, why: str) -> None:
         """Do work that is due while no step is measured: after a ``save`` or an ``epoch``."""
 
     def ran_out(self, error: BaseException, failure: Failure) -> None:
-        """Record that memory ran out within a step. The step is then repeated in smaller parts."""
+        """Record that memory ran out within a step, before it is repeated in smaller parts."""
 
     def evidence(self, failure: Failure) -> Failure:
-        """Add evidence to the failure that ended the attempt. The next feature gets the result."""
+        """Add evidence to the failure that ended the attempt, and pass it to the next feature."""
         return failure
 
     def tick(self) -> None:
         """Do periodic work, twice a second, in a thread other than the trainer's."""
 
     def end(self, error: BaseException | None) -> None:
-        """End after the trainer returned, or raised ``error``."""
+        """End after the trainer returned or raised ``error``."""
 
     def close(self, error: BaseException | None) -> None:
-        """Clean up after the end was reported, if the process continues or the attempt
-        succeeded."""
+        """Clean up after the end was reported.
+
+        This is skipped if the attempt failed and its process is about to exit.
+        """
 
 
 class AttemptHooks:
-    """Calls the hooks of all features of an attempt, in the order in which they are listed."""
+    """Calls the hooks of all features of an attempt, in the order in which they are given."""
 
     def __init__(self, features: Sequence[InAttempt] = ()) -> None:
         self._features = features
-        # Each step calls this hook several times, so features that do not override it are skipped.
+        # This hook runs several times per step, so features that do not override it are skipped.
         self._at_boundary = [
             feature.boundary for feature in features if _overrides(feature, "boundary")
         ]
@@ -102,8 +106,7 @@ class AttemptHooks:
             feature.tick()
 
     def end(self, error: BaseException | None) -> None:
-        """Let all features end, in reverse order. Each feature ends even if another feature
-        raises."""
+        """End all features in reverse order, even if some of them raise."""
         with ExitStack() as ends:
             for feature in self._features:
                 ends.callback(feature.end, error)

@@ -2,8 +2,7 @@
 
 The launcher starts the process early, in ``children.interpreters``, and sends it messages over a
 socket. A :class:`Preparation` names modules to import while the process waits. A :class:`Begin` has
-the attempt to run, after which the process ends. This module does not import torch, because that is
-left to the trainer.
+the attempt to run, after which the process ends. This module leaves importing torch to the trainer.
 """
 
 from __future__ import annotations
@@ -186,8 +185,7 @@ def _import_quietly(name: str) -> None:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Discard output within the block. Otherwise the output of an import would appear among the
-    lines of another attempt."""
+    """Discard output within the block, so that it does not appear among another attempt's lines."""
     flush_output()
     kept = [os.dup(number) for number in (1, 2)]
     with open(os.devnull, "wb") as nothing:
@@ -257,8 +255,11 @@ def _write_stacks(request: AttemptRequest) -> None:
 
 
 class _Reporter:
-    """Sends the events of an attempt. After the trainer was imported, and after its first step, it
-    also sends the names of the imported libraries and records the user's source files."""
+    """Sends the events of an attempt.
+
+    After the trainer was imported, and after its first step, it also sends the names of the
+    imported libraries and records the user's source files.
+    """
 
     def __init__(self, request: AttemptRequest, send: EventSender, rank: int) -> None:
         self._request = request

@@ -36,7 +36,7 @@ _LOG_SECONDS = 60.0
 
 
 def write_when_there_is_room(live: LiveAttempt, write: Callable[[], T]) -> T:
-    """Call ``write``, again while the disk is full, and return its result.
+    """Call ``write``, repeat it while the disk is full, and return its result.
 
     Raises:
         CheckpointError: the disk has room but fails, or the reason is not the disk.
@@ -62,9 +62,9 @@ def is_of_full_disk(error: CheckpointError) -> bool:
 
 
 def save_result(live: LiveAttempt, write: Callable[[], T]) -> T:
-    """Call ``write``, which writes the weights at the end of training, and return what it returns.
+    """Call ``write``, which writes the weights at the end of training, and return its result.
 
-    The weights are the job's result, so a checkpoint that failed before need not be repeated.
+    The weights are the job's result, so a checkpoint that failed earlier need not be written again.
     """
     result = write_when_there_is_room(live, write)
     if live.saving.owed is not None:

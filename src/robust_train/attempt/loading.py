@@ -1,7 +1,7 @@
 """Imports a trainer by its reference, and calls it.
 
-:mod:`.interpreter` and ``launcher.inline`` call :func:`load` in the process that trains, and the
-runner calls :func:`call_with_run`. A trainer is a function of a module, a function of the user's
+In the process that trains, :mod:`.interpreter` and ``launcher.inline`` use :func:`load`, and the
+runner uses :func:`call_with_run`. A trainer is a function in a module, a function in the user's
 script, which is imported under a name other than ``__main__``, or a pickled object.
 """
 
@@ -60,7 +60,7 @@ def load(ref: TrainerRef) -> Trainer:
 
 
 def _import_module(ref: TrainerRef) -> tuple[Any, list[str]]:
-    """Import the longest prefix of the path that is a module. Return it and the remaining names."""
+    """Import the longest part of the path that is a module. Return it with the remaining names."""
     parts = ref.parts()
     for end in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:end])

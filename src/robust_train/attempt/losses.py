@@ -1,7 +1,7 @@
 """An attempt's losses and weight updates, which a feature may watch.
 
 :class:`.live.LiveAttempt` passes each loss and each update to its :class:`LossWatch`, in the
-process that trains. The feature against divergence replaces it by a subclass.
+process that trains. The divergence feature replaces it with a subclass.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from robust_train.step.update import Answer, LateUpdates, Update
 
 # The sources of a step's loss: `run.backward`, `run.progress` or an integration. If a step has
-# several losses, the loss of the source with the greatest number counts.
+# several losses, the loss from the source with the highest number counts.
 COMPUTED = 0
 REPORTED = 1
 GIVEN = 2
 
 
 class LossWatch:
-    """Makes each update, whatever the loss is.
+    """Makes every update, whatever the loss is.
 
-    A feature that watches losses replaces it by a subclass (:meth:`.live.LiveAttempt.watch`).
+    A feature that watches losses replaces it with a subclass (:meth:`.live.LiveAttempt.watch`).
 
     Attributes:
         leaves_out: whether updates that would spoil the weights are skipped.
@@ -44,7 +44,7 @@ class LossWatch:
     def step(
         self, number: int, optimizer: Optimizer, scaler: Any, max_grad_norm: float | None
     ) -> bool:
-        """End an optimizer step, see :meth:`.run.Run.step` for the result."""
+        """End an optimizer step. See :meth:`.run.Run.step` for the result."""
         # This imports torch, which the launcher does not have.
         from robust_train.step.update import update
 
@@ -52,7 +52,7 @@ class LossWatch:
         return self.answer_after(number, done).moved
 
     def answer_after(self, number: int, done: Update) -> Answer:
-        """Return the host's knowledge of the updates so far, after another update."""
+        """Return what the host knows about the updates so far, after another update."""
         if self._late_updates is None:
             from robust_train.step.update import LateUpdates
 

@@ -70,7 +70,7 @@ def run_rank(
         rank=rank,
         flags=votes,
     )
-    # Other ranks may still train, and a request to stop is for them.
+    # Other ranks may still be training, and a request to stop is meant for them.
     for signum in signals.STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
     flush_output()
@@ -142,8 +142,8 @@ def _host_store(torch: Any, port: int, listener: int) -> Any:
     """Serve the store of the ranks on a socket of the loopback device, which the launcher has
     bound.
 
-    The store is libuv's, because torch's older store hangs if it reads one foreign byte: it reads
-    in its only thread. libuv's store accepts an open socket from torch 2.6 on.
+    It is libuv's store, because torch's older store reads in its only thread and hangs after a
+    single unexpected byte. From torch 2.6 on, libuv's store accepts an open socket.
     """
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     return torch.distributed.TCPStore(

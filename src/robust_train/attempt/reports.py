@@ -171,7 +171,7 @@ class Reports:
         self.report_objective(figures, figures.get("step"))
 
     def record_memory(self, name: str) -> None:
-        """Send how much memory is in use, under a name for this point in training."""
+        """Send the memory in use, under a name for this point in training."""
         figures = memory_in_use(context=False)
         log.debug("%s: %s", name, describe_memory(figures))
         self.send(MemoryReported(name, **figures))

@@ -1,8 +1,8 @@
 """Loads the checkpoint that an attempt resumes from, and saves its checkpoints.
 
-:class:`.live.LiveAttempt` holds one :class:`Saves` in each process that trains. If a checkpoint
-cannot be written, training continues: :class:`Saves` logs a warning, and the checkpoint is owed
-until a later save succeeds.
+:class:`.live.LiveAttempt` holds one :class:`Saves` in each process that trains. A disk that does
+not take a checkpoint never ends training. Instead, :class:`Saves` logs a warning, and the
+checkpoint is owed until a later save succeeds.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Saves:
 
     Attributes:
         resume_checkpoint: the checkpoint to resume from, None for a fresh start.
-        keep: how many checkpoints of `run.save` stay.
+        keep: the number of checkpoints of `run.save` to keep.
         skips_to: the optimizer step up to which the data should be skipped, because training
             diverged there.
-        passes_over: whether the trainer skips these data.
+        passes_over: whether the trainer skips this data.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Saves:
         self._raises = False
 
     def keep_newest(self, keep: int) -> None:
-        """Let this many checkpoints of `run.save` stay."""
+        """Set the number of checkpoints of `run.save` to keep."""
         self.keep = keep
 
     # --- the position in the data ---
@@ -154,8 +154,10 @@ class Saves:
         return self._folder
 
     def finish(self, *, wait: bool = True) -> None:
-        """Report the checkpoint that is written in the background, if it is complete. ``wait``
-        until it is."""
+        """Report the checkpoint that is written in the background, if it is complete.
+
+        With ``wait``, wait until it is complete.
+        """
         folder = self._folder
         if folder is not None:
             self.try_to_write(lambda: folder.report_written(wait=wait))

@@ -1,7 +1,7 @@
-"""Signal handling of a process that runs an attempt, and of the processes that its trainer starts.
+"""Signal handling in a process that runs an attempt, and in the processes that its trainer starts.
 
 :mod:`.interpreter` uses :func:`stop_on_signals`. A launcher that runs the attempt in its own
-process has other handlers, and uses :func:`shield_workers` only.
+process has its own handlers, and uses only :func:`shield_workers`.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from types import FrameType
 
 from robust_train.host.signals import STOP_SIGNALS, UNDER_SUBMITIT
 
-# A data-loader worker that gets a stop signal ends this much later.
+# A data-loader worker ends this long after it gets a stop signal.
 _WORKER_GRACE_SECONDS = 5.0
 _WAKES_MAIN_THREAD = signal.SIGURG
-# Functions that run in forked processes. multiprocessing keeps only weak references to them.
+# Keeps alive the functions that run after a fork: multiprocessing has only weak references to them.
 _after_fork: list[Callable[[object], None]] = []
 
 
 @contextlib.contextmanager
 def stop_on_signals(stop: Callable[[], None], *, is_script: bool = False) -> Iterator[None]:
-    """Let signals call ``stop``, in a process that runs only the attempt.
+    """Call ``stop`` on a stop signal, in a process that runs only the attempt.
 
     Processes that the trainer starts keep the default actions of the signals, so that their parent
-    can end them. A signal may go to every process of the job, and the trainer needs its data-loader
-    workers to reach the end of its step and save. So the workers postpone a signal that does not
+    can end them. But a signal may go to every process of the job, and the trainer needs its
+    data-loader workers to finish its step and save. So the workers postpone a signal that does not
     come from their parent.
 
-    Under submitit, SIGTERM comes with every preemption. It is ignored, except for a script, which
-    has received it as well.
+    Under submitit, SIGTERM comes with every preemption and is ignored, except if the attempt runs a
+    script, which has received it as well.
     """
     me = os.getpid()
     watched, ignored = _watched_signals(is_script=is_script)
@@ -51,17 +51,17 @@ def stop_on_signals(stop: Callable[[], None], *, is_script: bool = False) -> Ite
 
 
 def _watched_signals(*, is_script: bool) -> tuple[list[signal.Signals], list[signal.Signals]]:
-    """Return the stop signals that this process handles, and those among them that it ignores."""
+    """Return the stop signals that this process handles, and which of them it ignores."""
     watched = [signum for signum in STOP_SIGNALS if signal.getsignal(signum) != signal.SIG_IGN]
     ignores_preemption = UNDER_SUBMITIT in os.environ and not is_script
     return watched, [signal.SIGTERM] if ignores_preemption else []
 
 
 def shield_workers(*, is_script: bool = False) -> None:
-    """Remove this process's signal handlers from the processes that a trainer starts from now on.
+    """Keep this process's signal handlers out of the processes that a trainer starts from now on.
 
-    Every fork runs ``reset_signals``. Processes of ``multiprocessing``, such as data-loader
-    workers, run ``postpone_signals`` after it.
+    Every forked process runs ``reset_signals``. Processes of ``multiprocessing``, such as
+    data-loader workers, then run ``postpone_signals``.
     """
     watched, ignored = _watched_signals(is_script=is_script)
 
@@ -71,7 +71,7 @@ def shield_workers(*, is_script: bool = False) -> None:
                 signal.signal(signum, signal.SIG_DFL)
 
     def postpone_signals(_: object) -> None:
-        # torch's workers have handlers in C, which a blocked signal does not reach.
+        # torch's workers install handlers in C, and a blocked signal does not reach them.
         signal.pthread_sigmask(signal.SIG_BLOCK, watched)
         with contextlib.suppress(ValueError):
             signal.signal(_WAKES_MAIN_THREAD, lambda *_: None)
@@ -83,9 +83,11 @@ def shield_workers(*, is_script: bool = False) -> None:
 
 
 def _end_at_signal(watched: Sequence[signal.Signals], ignored: Sequence[signal.Signals]) -> None:
-    """Wait for a signal and end this process: at once if its parent sent the signal, else a few
-    seconds later. Runs in a thread of a data-loader worker."""
-    # A process with a handler may survive a signal, and the next signal must still end it.
+    """Wait for a signal, then end this process. Runs in a thread of a data-loader worker.
+
+    A signal from the parent ends the process at once, any other signal a few seconds later.
+    """
+    # A process with a handler may survive a signal, and then the next signal must end it.
     while True:
         info = signal.sigwaitinfo(watched)
         if info.si_pid != os.getppid():
@@ -94,7 +96,7 @@ def _end_at_signal(watched: Sequence[signal.Signals], ignored: Sequence[signal.S
             info = signal.sigtimedwait(watched, _WORKER_GRACE_SECONDS) or info
         signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
         os.kill(os.getpid(), info.si_signo)
-        # A handler in Python runs in the main thread, which may wait for its next task without a
-        # time limit.
+        # A Python handler runs in the main thread, which may be waiting indefinitely for its next
+        # task. So this signal wakes it.
         signal.pthread_kill(threading.main_thread().ident or 0, _WAKES_MAIN_THREAD)
         signal.pthread_sigmask(signal.SIG_BLOCK, watched)

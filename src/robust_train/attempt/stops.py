@@ -1,7 +1,7 @@
-"""Requests to stop or to save, which the trainer sees at the same step on all ranks.
+"""Requests to stop or to save a checkpoint, which all ranks see at the same step.
 
-:class:`.live.LiveAttempt` holds one :class:`Stops` in each process that trains. A request raises a
-flag that the ranks share, and each rank reads the flags once per step.
+Each process that trains has one :class:`Stops`, held by :class:`.live.LiveAttempt`. A request
+raises a flag that the ranks share, and each rank reads the flags once per step.
 """
 
 from __future__ import annotations
@@ -12,16 +12,19 @@ from robust_train.host.votes import CHECKPOINT, STOP, Flags
 from robust_train.model.events import Json
 
 Answer = Callable[[dict[str, Json]], None]
-"""Receives the reply to a request to a live run."""
+"""Sends the reply to whoever requested a checkpoint from a live run."""
 
 
 class Stops:
     """Raises and reads the flags that the ranks share, and keeps the requests for a checkpoint.
 
+    A request for a checkpoint first waits until the trainer is asked to save, and then until it has
+    saved. :meth:`answer_checkpoint` replies to all requests.
+
     Attributes:
         is_cooperative: whether the trainer stops by itself, so that no exception needs to interrupt
             it.
-        saves_on_request: whether the trainer has asked whether to save.
+        saves_on_request: whether the trainer calls ``run.should_save``.
         has_stopped_trainer: whether the trainer has seen a request to stop.
     """
 
@@ -35,7 +38,7 @@ class Stops:
         self._saves_last = False
         self._checkpoint_flag_seen = 0
         self._checkpoint_answers: list[Answer] = []
-        # The requests for which the trainer was asked to save, and has not saved yet.
+        # Requests for which the trainer was asked to save, but has not saved yet.
         self._promised: list[Answer] = []
 
     def request_stop(self) -> None:
@@ -43,7 +46,7 @@ class Stops:
         self._flags.raise_flag(STOP)
 
     def note_cooperation(self) -> None:
-        """Record that no exception needs to interrupt the trainer at a signal."""
+        """Record that the trainer stops by itself, so that no exception needs to interrupt it."""
         self.is_cooperative = True
 
     def note_question(self) -> None:
@@ -51,7 +54,7 @@ class Stops:
         self._asks_whether_to_stop = True
 
     def read_stop(self) -> bool:
-        """Return whether the trainer must stop now."""
+        """Return whether the trainer must stop now, and record the answer."""
         is_stopped = self._read_stop_flag()
         self.has_stopped_trainer |= is_stopped
         return is_stopped
@@ -61,7 +64,7 @@ class Stops:
         return bool(self._flags.read_flag(STOP, self._rank))
 
     def note_saving(self) -> None:
-        """Record that the trainer saves on request."""
+        """Record that the trainer calls ``run.should_save``."""
         self.saves_on_request = True
 
     def raise_checkpoint(self) -> None:
@@ -69,11 +72,11 @@ class Stops:
         self._flags.raise_flag(CHECKPOINT)
 
     def read_checkpoint(self, *, is_writing: bool) -> bool:
-        """Return whether to save now, because a checkpoint was requested or the attempt must stop.
+        """Return whether to save now, because a checkpoint or a stop was requested.
 
         Args:
-            is_writing: whether a checkpoint is being written in the background. This is the
-                requested checkpoint, so the trainer is not asked for another.
+            is_writing: whether a checkpoint is being written in the background. It will satisfy
+                the requests, so the trainer is not asked for another.
         """
         if self._checkpoint_answers or (self._promised and not is_writing):
             self.raise_checkpoint()
@@ -98,12 +101,12 @@ class Stops:
         self._checkpoint_answers.append(answer)
 
     def withdraw_checkpoint_request(self, answer: Answer) -> None:
-        """Drop a request for which the trainer was not asked to save yet."""
+        """Drop a request, unless the trainer has already been asked to save for it."""
         if answer in self._checkpoint_answers:
             self._checkpoint_answers.remove(answer)
 
     def answer_checkpoint(self, reply: dict[str, Json]) -> None:
-        """Answer all requests for a checkpoint."""
+        """Send the same reply to all requests for a checkpoint."""
         answers = self._promised + self._checkpoint_answers
         self._checkpoint_answers = []
         self._promised = []

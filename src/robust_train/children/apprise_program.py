@@ -1,8 +1,8 @@
 """``python -m robust_train.children.apprise_program``: send a notification through Apprise.
 
 :mod:`.notifier` starts it as a process with a time limit. The message ``{"urls": […], "title": …,
-"body": …}`` comes on standard input, so that no URL is in a command line. A failure is printed in
-one line, with the schemes of the URLs only.
+"body": …}`` comes on standard input, so that no URL is in a command line. A failure is printed on
+one line, which shows only the schemes of the URLs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Runs the same command again in the background, where a logout does not end it (``detach=true``).
 
 The foreground command calls :func:`start`, and waits until the background command has started or
-ended. The background command calls :func:`report_start` as soon as it has a run folder, which sends
-the foreground a text to show through a pipe.
+ended. As soon as the background command has a run folder, it calls :func:`report_start`, which
+sends the foreground command a text to show, through a pipe.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ is_detached = _pipe is not None
 
 
 def must_detach(config: RobustConfig) -> bool:
-    """Return whether this command should continue in the background, but does not run there yet."""
+    """Return whether this command should continue in the background, and is not there yet."""
     return bool(config.chosen("detach")) and not is_detached
 
 
@@ -65,7 +65,7 @@ def start() -> int:
     closed.
 
     Returns:
-        0 once the command has started, or its exit code if it ends before.
+        0 once the command has started, or its exit code if it ends earlier.
     """
     prefix, note = find_logout_protection()
     read_end, write_end = os.pipe()

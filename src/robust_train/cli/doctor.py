@@ -111,7 +111,7 @@ def _include(uuid: str, registry: Registry) -> Answer:
 
 
 def _doubt_cuda(inventory: Inventory) -> str | None:
-    """Return why CUDA probably cannot work, judged by versions, because torch is not imported."""
+    """Return why CUDA probably cannot work, judging by versions, because torch is not imported."""
     cuda = torch_cuda_version()
     if inventory.may_run(cuda):
         return None
@@ -125,7 +125,7 @@ class ProbeResult:
 
     Attributes:
         passed: the GPU has no problem, as far as is known.
-        has_computed: the GPU was probed and its results were right.
+        has_computed: the GPU was probed, and its results were correct.
         text: a line about the probe.
     """
 
@@ -183,7 +183,7 @@ def _version(package: str) -> str | None:
 
 
 def _describe_cuda_order(inventory: Inventory) -> str | None:
-    """Return NVML's numbers of the GPUs in CUDA's default order. NVML orders by PCI address."""
+    """Return NVML's numbers of the GPUs in CUDA's default order. NVML sorts by PCI address."""
     if not inventory.gpus:
         return None
     environ = {name: text for name, text in os.environ.items() if name != "CUDA_DEVICE_ORDER"}
@@ -289,8 +289,10 @@ def probe_here() -> None:
 
 
 def exercise(device: torch.device, free_bytes: int) -> int:
-    """Compute on a device, request twice its free memory, recover with smaller requests, and return
-    the part of the memory that was allocated in the end, as N of 1/N.
+    """Compute on a device, request twice its free memory, and recover with smaller requests.
+
+    Returns:
+        N, if 1/N of the memory was allocated in the end.
 
     Raises:
         RuntimeError: a result is wrong, or memory did not run out.

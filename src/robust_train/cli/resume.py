@@ -1,6 +1,6 @@
-"""``robust-train resume``: resumes a job or a sweep by the command that started it.
+"""``robust-train resume``: resumes a job or a sweep with the command that started it.
 
-Each run and sweep folder records that command. This process becomes the command, by ``exec``. With
+Each run and sweep folder records that command, and ``exec`` replaces this process with it. With
 ``--all``, the commands of several jobs start in the background.
 """
 
@@ -49,8 +49,10 @@ a unit that resumes your jobs whenever the host starts
 
 
 def resume(arguments: Namespace) -> Answer:
-    """Replace this process by the command that resumes a job or sweep. With ``--all``, start the
-    commands of all jobs that the user did not stop in the background."""
+    """Replace this process with the command that resumes a job or sweep.
+
+    With ``--all``, start in the background the commands of all jobs that the user did not stop.
+    """
     which = arguments.which
     overrides = list(arguments.overrides)
     if arguments.all:
@@ -121,7 +123,7 @@ def _command_of_job(run: KnownRun) -> str:
 
 
 def _refuse_file_of_other_user(file: Path) -> None:
-    """Refuse to run the command in another user's file, because it may be any command.
+    """Refuse to run a command from another user's file, because it could be any command.
 
     Raises:
         NotDoneError: the file belongs to another user.
@@ -159,7 +161,7 @@ def _command_of_sweep(folder: Path) -> str:
 
 def _resume_all() -> Answer:
     """Resume all jobs that the user did not stop, in the background."""
-    # The jobs of a sweep share a command, or a reason why there is none.
+    # The jobs of a sweep share a command, or the reason why no command exists.
     commands: dict[str, KnownRun] = {}
     problems: dict[str, KnownRun] = {}
     for run in find_runs():

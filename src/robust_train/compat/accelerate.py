@@ -1,4 +1,4 @@
-"""Private names of accelerate, for ``integrations.accelerate``."""
+"""Access to private names of accelerate, for ``integrations.accelerate``."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from typing import Any
 
 
 def schedulers_of(accelerator: Any) -> list[Any]:
-    """Return the learning-rate schedulers that ``Accelerator.prepare`` has wrapped."""
+    """Return the learning-rate schedulers that ``Accelerator.prepare`` wrapped."""
     return list(accelerator._schedulers)

@@ -22,7 +22,7 @@ def suggest(trial: Any, name: str, space: Any) -> Any:
 def importances_of(study: Any) -> dict[str, float]:
     """Return how much each parameter of an Optuna study influences the result, as a share.
 
-    Optuna has another evaluator, which is not used here but would import scikit-learn. That takes
+    Another evaluator of Optuna, which is not used here, would import scikit-learn. That takes
     seconds, so scikit-learn is hidden from the import.
     """
     name = "sklearn"

@@ -1,4 +1,4 @@
-"""Private names of Python itself: the interpreter, multiprocessing, signatures and logging."""
+"""Access to private names of Python: the interpreter, multiprocessing, signatures and logging."""
 
 from __future__ import annotations
 
@@ -15,28 +15,33 @@ from typing import Any
 
 
 def base_executable() -> str:
-    """Return the interpreter from which the virtual environment was created. Its path does not
-    depend on the project."""
+    """Return the interpreter from which the virtual environment was created.
+
+    Its path does not depend on the project.
+    """
     return str(getattr(sys, "_base_executable", None) or sys.executable)
 
 
 def interpreter_options() -> list[str]:
-    """Return the options of this interpreter (-O, -W, -X …) that multiprocessing passes to a new
-    interpreter."""
+    """Return this interpreter's options (-O, -W, -X …), as multiprocessing passes them on."""
     options: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return options
 
 
 def run_exit_handlers() -> None:
-    """Do the work of an interpreter's normal exit, for a process that ends with ``os._exit``: wait
-    for threads that are not daemons, then call the functions registered with ``atexit``."""
+    """Do what an interpreter does at a normal exit, for a process that ends with ``os._exit``.
+
+    Wait for threads that are not daemons, then call the functions registered with ``atexit``.
+    """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
 
 
 def is_importing_main() -> bool:
-    """Return whether this process imports the script of another process: in a spawned process of
-    :mod:`multiprocessing`, or within :func:`importing_main`."""
+    """Return whether this process is importing another process's script.
+
+    This is so in a process that :mod:`multiprocessing` spawns, and within :func:`importing_main`.
+    """
     process = multiprocessing.process.current_process()
     return getattr(process, "_inheriting", False)
 
@@ -44,8 +49,10 @@ def is_importing_main() -> bool:
 @contextlib.contextmanager
 def importing_main() -> Iterator[None]:
     """Mark the block as the import of another process's script, as :mod:`multiprocessing` does.
-    Within the block, multiprocessing refuses to start a process, which would import the script
-    again and so start processes without end."""
+
+    Within the block, multiprocessing refuses to start a process. That process would import the
+    script again, and so start processes without end.
+    """
     process: Any = multiprocessing.process.current_process()
     process._inheriting = True
     try:
@@ -57,8 +64,10 @@ def importing_main() -> Iterator[None]:
 def signature_as_written(
     function: Callable[..., Any], *, follow_wrapped: bool = True
 ) -> inspect.Signature:
-    """Return a callable's signature with annotations as text. Python 3.14 would otherwise evaluate
-    the annotations, and fail for a name that is imported for type checkers only.
+    """Return a callable's signature with annotations as text.
+
+    Otherwise Python 3.14 would evaluate the annotations, and fail for a name that is imported only
+    for type checkers.
 
     Raises:
         TypeError, ValueError: it has no signature, like some callables in C.
@@ -72,5 +81,5 @@ def signature_as_written(
 
 
 def format_of(handler: logging.Handler) -> str | None:
-    """Return the format of a handler's lines, None if it is the default."""
+    """Return the format of a handler's lines, or None if it is the default."""
     return getattr(handler.formatter, "_fmt", None)

@@ -64,8 +64,8 @@ def load_shards(folder: Path, index: Path, wanted: dict[str, Any]) -> None:
     """Fill the tensors ``wanted`` from files of ``torch.distributed.checkpoint``, whose metadata
     are in the file ``index``.
 
-    Unlike torch's own function, it compares checksums and runs no code of a file. For a damaged
-    file it raises almost any exception.
+    Unlike torch's own function, it compares checksums and runs no code from a file. A damaged file
+    may raise almost any exception.
     """
     from torch.distributed.checkpoint import api, filesystem, metadata, state_dict_loader
     from torch.serialization import _get_layout, load, safe_globals

@@ -1,4 +1,4 @@
-"""Makes the config of an attempt, and the request by which the launcher starts it.
+"""Builds the config of an attempt, and the request with which the launcher starts it.
 
 The launcher puts an attempt's choices (device, batch, learning rate) into the job's config, and
 sends an `AttemptRequest` to the attempt's process. The request has the config twice: as a

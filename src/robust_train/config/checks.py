@@ -68,8 +68,10 @@ def checked(cfg: DictConfig) -> RobustConfig:
 
 
 def unchecked(cfg: DictConfig) -> RobustConfig:
-    """Return a config that no job has checked. A key that is missing, or has a value that the job
-    will refuse, has its default."""
+    """Return a config that no job has checked.
+
+    A key has its default if it is missing, or if the job will refuse its value.
+    """
     return _read_all(ours(cfg), "", is_lenient=True)
 
 
@@ -120,7 +122,7 @@ def _settle_memory(config: RobustConfig) -> RobustConfig:
         config = replace(config, min_gpu_memory_mb=default_mb, measures_memory=True)
     jobs: int | None = config.gpu_jobs_per_device
     if jobs is None:
-        # Any other number than the default is the user's word, below which nothing is reserved.
+        # The user chose any number other than the default, and no less than that is reserved.
         is_default = config.min_gpu_memory_mb == RobustConfig.min_gpu_memory_mb
         config = replace(
             config,

@@ -113,8 +113,8 @@ def complete(cfg: Mapping[str, Any] | DictConfig) -> DictConfig:
     whole = given if isinstance(given, DictConfig) else OmegaConf.create(given)
     if not is_theirs(whole):
         completed = _complete(whole)
-        # The caller's config may already have resolved ``now``, and the run folder may be named
-        # after that time, so the cached value is kept.
+        # The cache has the time to which the caller's config may already have resolved ``now``. The
+        # run folder may be named after it.
         OmegaConf.copy_cache(whole, completed)
         return completed
     whole = whole.copy()

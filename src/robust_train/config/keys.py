@@ -1,4 +1,4 @@
-"""Combines all keys: the kernel's keys, with the keys of each feature in their places among them.
+"""Combines all keys: the kernel's keys, with each feature's keys in their places among them.
 
 Every process that reads a config calls :func:`schema`.
 """
@@ -55,8 +55,7 @@ class Schema:
 
     Attributes:
         features: the classes with features' keys, in the order of the page.
-        after: for each class the kernel's key that it follows; a class without a key ends its
-            group.
+        after: the kernel's key that each class follows. A class without a key ends its group.
     """
 
     features: Sequence[type[FeatureKeys]] = ()

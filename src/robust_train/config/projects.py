@@ -53,7 +53,7 @@ _NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "num_workers": (("num_workers",),),
     "gradient_accumulation_steps": (("accumulate_grad_batches", "gradient_accumulation_steps"),),
-    # No name is specific enough, so only a key that the group `robust` refers to counts.
+    # No name is specific enough, so only a key to which the group `robust` refers counts.
     "gradient_checkpointing": ((),),
 }
 """Projects' names, in lower case, for the keys under ``training`` that each attempt chooses.
@@ -75,7 +75,7 @@ _OF_EVALUATION = re.compile(
 )
 _OF_TRAINING = re.compile(r"train[a-z]*")
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
-# Keys by which the items of a list name their purpose.
+# Keys with which the items of a list name their purpose.
 _LABELS = ("name", "split", "subset", "stage", "phase", "mode")
 
 _REFERENCE = re.compile(r"\$\{([^\s${}:,]+)\}")
@@ -108,7 +108,7 @@ def is_theirs(cfg: DictConfig) -> bool:
 
 
 def without_ours(cfg: DictConfig) -> DictConfig:
-    """Return the config for a project's code: without the group ``robust``."""
+    """Return the config for a project's code, without the group ``robust``."""
     if not is_theirs(cfg):
         return cfg
     cfg = cfg.copy()
@@ -200,8 +200,10 @@ def their_keys(cfg: DictConfig) -> dict[str, str] | None:
 
 
 def _find_key(cfg: DictConfig, name: str) -> str | None:
-    """Return the project's key for a key of this package: the key that ours refers to, or the only
-    key with that meaning."""
+    """Return the project's key for a key of this package.
+
+    It is the key to which ours refers, or the project's only key with that meaning.
+    """
     reference = _REFERENCE.fullmatch(str(_training_group(cfg).get(name)))
     if reference is not None:
         return reference[1]

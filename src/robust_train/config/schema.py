@@ -209,8 +209,8 @@ class PlainConfig:
 class RobustConfig(PlainConfig):
     """The root of ``configs/robust.yaml``, which serves ``train_robust.py``.
 
-    After the keys come a few fields that :mod:`.checks` computes, and properties that combine
-    several keys.
+    After the keys, it has a few fields that :mod:`.checks` computes, and properties that answer
+    questions about several keys.
     """
 
     auto_device: bool | None = key(

@@ -2,7 +2,7 @@
 
 The launcher creates a :class:`TrainerRef` from a callable or its dotted path. The attempt's process
 imports the trainer by that reference, or unpickles it if no other process can import it, for
-example a trainer from a notebook.
+example if it was defined in a notebook.
 """
 
 from __future__ import annotations
@@ -293,7 +293,7 @@ def folder_name(*about: Any) -> str:
     return name.encode()[:200].decode(errors="ignore")
 
 
-# Packages on PyPI whose name differs from that of their module.
+# Packages on PyPI whose names differ from the names of their modules.
 _DISTRIBUTIONS = {"sklearn": "scikit-learn", "PIL": "pillow"}
 
 

@@ -1,9 +1,10 @@
 """Declares config keys, and checks and converts their values.
 
-``config/schema.py`` and the features' ``model.py`` declare their keys with :func:`key`. Each
+``config/schema.py`` and the features' ``model.py`` declare their keys with :func:`key`. Every
 process that reads a config calls :meth:`Declaration.value` for each key. Some keys accept several
 types, and name one of the functions below as ``read``, which converts a value to the type of the
-code. Pure.
+code.
+Pure.
 """
 
 from __future__ import annotations
@@ -114,12 +115,12 @@ def key(default: Any, meaning: str, **declared: Any) -> Any:
 
 
 def group(cls: type, section: str = "") -> Any:
-    """Declare a group of keys. ``section`` is their section of the page of keys."""
+    """Declare a group of keys. ``section`` is the section of the page of keys that it starts."""
     return field(default_factory=cls, metadata={"group": cls, "section": section})
 
 
 def open_group(cls: type) -> Any:
-    """Declare a group that takes any keys. ``cls`` has the keys that this package reads."""
+    """Declare a group that accepts any keys. ``cls`` has the keys that this package reads."""
     return field(default_factory=cls, metadata={"open": cls})
 
 

@@ -1,8 +1,8 @@
 """Advice on a failure, for people, in the order in which to try it.
 
 The launcher calls `with_advice` after each failed attempt. `advice_for` selects sentences by the
-kind of the failure and its clue, and `with_advice` then adapts them to the trainer: a script has no
-key ``training.batch_size``, for example. Everything but `describe_cuda_versions` is pure.
+kind of the failure and its clue, and `with_advice` then adapts them to the trainer. For example, a
+script has no key ``training.batch_size``. Everything but `describe_cuda_versions` is pure.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _FOR_ANY_MODEL = {
     **dict.fromkeys(_OF_THE_MODEL[1:], ""),
 }
 
-# The advice for each kind of failure. The advice for its clue replaces it if there is some.
+# The advice for each kind of failure. If advice for the clue exists, it is used instead.
 _ADVICE: dict[FailureKind, tuple[str, ...]] = {
     FailureKind.DEVICE_OOM: (*_SMALLER_BATCH, *_OF_THE_MODEL, _OTHERS),
     FailureKind.HOST_OOM: (_FEWER_WORKERS, _LESS_AHEAD, *_SMALLER_BATCH, _MORE_MEMORY),

@@ -1,8 +1,8 @@
 """Extracts error reports from an exception, or from text with tracebacks. Pure.
 
 `reports_of` follows an exception to its causes. `reports_in` reads a message or the end of a log,
-where torch, Ray or a worker process may have quoted the traceback of the error that counts. The
-other modules of ``failures`` call both, in any process.
+in which torch, Ray or a worker process may have quoted the traceback of the actual error. The other
+modules of this package call both, in any process.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _OTHER_CERTAIN_BUGS = "AssertionError ImportError TabError UnicodeError UnicodeE
 CERTAIN_BUGS = PROGRAMMING_ERRORS.difference(_FILE_ERRORS.split()).union(
     _OTHER_CERTAIN_BUGS.split()
 )
-# These errors only say that a child process failed. The child has printed its own error before.
+# These errors only say that a child process failed. The child printed its own error earlier.
 _CHILD_ERRORS = frozenset({"CalledProcessError", "ChildFailedError"})
-# A program may raise a ValueError on purpose in place of the error that it handles.
+# A program may deliberately raise a ValueError in place of the error that it is handling.
 _TRANSLATION = "ValueError"
 # Python prints one of these lines between two tracebacks of a chain.
 _RAISED_FROM = "The above exception was the direct cause"
@@ -51,13 +51,13 @@ _TEXT_LIMIT = 200_000  # characters of a message or log
 
 @dataclass(frozen=True)
 class ErrorReport:
-    """The parts of an error that matter for its classification."""
+    """The parts of an error by which it is classified."""
 
     # Names of the error's class and base classes, bare and as `library.Name`. Empty if unknown.
     types: tuple[str, ...]
     text: str  # the message on one line, without stack frames
     headline: str  # the line to show people
-    # The message with its lines joined without spaces, because a terminal breaks lines in words.
+    # The message with its lines joined without spaces, because terminals wrap lines within words.
     unwrapped: str = ""
     in_group: bool = False  # whether it is a member of an exception group
     # The exception itself, None if a text only quotes it.
@@ -122,8 +122,11 @@ def _follow(exception: BaseException, seen: set[int], in_group: bool) -> Iterato
 
 
 def names_of(path: str) -> tuple[str, ...]:
-    """Return a class's bare name and, if the path has a library, its name with the library: for
-    ``torch.cuda.OutOfMemoryError`` also ``torch.OutOfMemoryError``."""
+    """Return a class's bare name and, if the path starts with a library, its name in that library.
+
+    For ``torch.cuda.OutOfMemoryError``, these are ``OutOfMemoryError`` and
+    ``torch.OutOfMemoryError``.
+    """
     library, dot, _ = path.partition(".")
     name = path.rpartition(".")[2]
     return (name, f"{library}.{name}") if dot else (name,)
@@ -176,8 +179,8 @@ _APPENDIX = re.compile(
     r"|Device-side assertion tracking was not enabled by user\.?",
     re.IGNORECASE,
 )
-# A hint is not a report. Real-ESRGAN prints "If you encounter CUDA out of memory, try …", and
-# TensorFlow logs after a failed try that "The caller indicates that this is not a failure".
+# Hints mention errors that did not happen. Real-ESRGAN prints "If you encounter CUDA out of memory,
+# try …", and TensorFlow logs "The caller indicates that this is not a failure" when it will retry.
 _HINT = re.compile(
     r"\b(?:if you (?:encounter|see|get|run into|are running|still)|"
     r"(?:to|can|helps?) (?:avoid|prevent|reduce)|"
@@ -193,8 +196,9 @@ _HINT = re.compile(
 
 
 def reports_in(text: str, types: tuple[str, ...] = ()) -> Iterator[ErrorReport]:
-    """Yield the reports of the tracebacks that a text quotes, the last traceback first. If the text
-    quotes no traceback, yield the report of the text itself.
+    """Yield a report for each traceback that a text quotes, the last traceback first.
+
+    If the text quotes no traceback, yield one report of the text itself.
 
     Args:
         text: an exception's message or the end of a log.
@@ -206,7 +210,7 @@ def reports_in(text: str, types: tuple[str, ...] = ()) -> Iterator[ErrorReport]:
     starts = [number for number, line in enumerate(lines) if _TRACEBACK.search(line)]
     for start in starts:
         _remove_prefix(lines, start)
-    # The start of an exception's message belongs to the error. The start of a log does not.
+    # The text before the first traceback belongs to the error in a message, but not in a log.
     message_start = ""
     if types and starts:
         message_start = one_line(lines[: starts[0]])
@@ -221,7 +225,8 @@ def reports_in(text: str, types: tuple[str, ...] = ()) -> Iterator[ErrorReport]:
         return
     quoted.reverse()
     for number, (report, above) in enumerate(quoted):
-        # Lightning, torch and joblib raise the worker's class again, so the base classes are known.
+        # Lightning, torch and joblib raise the worker's error again in this process, so `types` has
+        # its base classes.
         is_raised_again = number == 0 and report.types[0] in types
         yield replace(report, types=types if is_raised_again else report.types)
         if report.is_programming_error and not _has_cause(report, above):
@@ -234,8 +239,10 @@ def last_report_in(text: str) -> ErrorReport:
 
 
 def _remove_prefix(lines: list[str], start: int) -> None:
-    """Remove the text before the word "Traceback" from all lines of a traceback. Digits may differ,
-    because the prefix may be a time."""
+    """Remove the text before the word "Traceback" from all lines of a traceback.
+
+    The prefix may be a time, so its digits may differ from line to line.
+    """
     shape = _DIGIT.sub("0", _TRACEBACK.split(lines[start])[0])
     for number, line in enumerate(lines[start + 1 :], start + 1):
         if _DIGIT.sub("0", line).startswith(shape):
@@ -243,21 +250,23 @@ def _remove_prefix(lines: list[str], start: int) -> None:
 
 
 def _where_caught(lines: list[str], start: int) -> str:
-    """Return the line in which torch names the thread or process of a quoted traceback, empty if
-    torch did not quote the traceback."""
+    """Return the line in which torch names the thread or process of a traceback that it quotes.
+
+    The line is empty if torch did not quote the traceback.
+    """
     is_original = lines[start].startswith("Original Traceback")
     return lines[start - 1] if is_original else ""
 
 
 def _read_traceback(lines: list[str], header: str) -> ErrorReport | None:
-    """Return the error at the end of a traceback, None if it is cut off.
+    """Return the error at the end of a traceback, or None if the traceback is cut off.
 
-    The first line without indentation has the error. If Python did not print that line, the last
-    line that names an error has it.
+    The error is on the first line without indentation or, if Python did not print that line, on the
+    last line that names an error.
 
     Args:
         lines: the lines below the word "Traceback".
-        header: a text above the traceback that belongs to the message, or empty.
+        header: the text above the traceback that belongs to the message, may be empty.
     """
     first = [n for n, line in enumerate(lines) if _AT_MARGIN.match(line)][:1]
     last_named = [n for n, line in enumerate(lines) if _NAMED_ERROR.match(line)][-1:]
@@ -285,15 +294,17 @@ def _read_traceback(lines: list[str], header: str) -> ErrorReport | None:
 
 
 def _has_cause(report: ErrorReport, above: Sequence[str]) -> bool:
-    """Return whether the traceback above an error led to that error. `_follow` has the same rule
-    for exception objects."""
+    """Return whether the error of the traceback above led to this error.
+
+    `_follow` has the same rule for exception objects.
+    """
     link = last_line_with_text(above)
     is_translated = _TRANSLATION in report.types
     return _RAISED_FROM in link or (is_translated and _RAISED_IN_A_HANDLER in link)
 
 
 def last_line_with_text(lines: Sequence[str]) -> str:
-    """Return the last line that is not blank, empty if all lines are blank."""
+    """Return the last line that is not blank, or an empty string if all lines are."""
     for line in reversed(lines):
         if line.strip():
             return line

@@ -3,7 +3,7 @@
 The launcher calls `classify_exit` for a script or an interpreter that ended. An attempt calls it if
 its trainer exits with a signal's code. Pure.
 
-An exit status alone says little: exit code 1 may be any error, and SIGKILL may come from the
+An exit status alone says little. Exit code 1 may be any error, and SIGKILL may come from the
 kernel's OOM killer, a scheduler or a person. So the output is searched for the reason. For example,
 exit code 1 below a line with ``CUDA out of memory`` is ``device_oom``. :mod:`.last_error` finds the
 error that ended the process, and :mod:`.memory_messages` finds a lack of memory that was logged
@@ -29,8 +29,8 @@ from robust_train.failures.printed import put_final_error_last, remove_boxes
 from robust_train.failures.stack import TRACEBACK, native_stack_in
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 
-# Signals that ask to stop. They come from people, from schedulers (Slurm warns with SIGUSR1,
-# SIGXCPU is its time limit), or from a terminal that was closed.
+# Signals that ask a process to stop. They come from people, from schedulers (Slurm warns with
+# SIGUSR1, and SIGXCPU reports a time limit), or from a terminal that was closed.
 _STOPS = frozenset(
     {"SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGPWR", "SIGKILL"}
 )
@@ -102,15 +102,16 @@ def classify_exit(
 
 
 def signal_of(returncode: int) -> int:
-    """Return the number of the signal in an exit status, 0 if there is none. Both spellings count:
-    ``-9`` of :mod:`subprocess`, and ``137`` of a shell."""
+    """Return the number of the signal in an exit status, or 0 if no signal ended the process.
+
+    Both forms are understood: ``-9`` from :mod:`subprocess`, and ``137`` from a shell.
+    """
     number = -returncode if returncode < 0 else returncode - 128
     return number if number in {*map(int, signal.Signals)} else 0
 
 
 def _find_kernel_message(output: str) -> str:
-    """Return the first line about an OOM kill by the kernel or a scheduler, empty if there is
-    none."""
+    """Return the first line about an OOM kill by the kernel or a scheduler, or an empty string."""
     for line in output.splitlines():
         if _KERNEL_OOM.words.search(line):
             return line.strip()[:_HEADLINE_LENGTH]
@@ -120,7 +121,7 @@ def _find_kernel_message(output: str) -> str:
 def _interruption(end: str, signal_name: str, lines: list[str]) -> Failure:
     """Return the failure of a process that was asked to stop.
 
-    An error in the output does not matter: a failed rank's peers get the signal too.
+    An error in the output does not matter, because the peers of a failed rank get the signal too.
     """
     is_sigkill = signal_name == "SIGKILL"
     message = "killed by SIGKILL (sender unknown)" if is_sigkill else end

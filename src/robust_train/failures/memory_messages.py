@@ -3,8 +3,8 @@
 The launcher calls `find_last_shortage` for a script's log, and `exits` calls `find_shortage` for
 the end of an output. Pure.
 
-Some programs log that memory ran out, print a table or a summary below, and exit with code 1. Then
-the message may stand in any line. It does not count if the program overcame the lack of memory, for
+Some programs log that memory ran out, print a table or a summary below, and exit with code 1. So
+the message may be on any line. It does not count if the program overcame the lack of memory, for
 example with a smaller batch, or if another error came later.
 """
 
@@ -52,8 +52,10 @@ takes milliseconds, and a loader may have printed "failed to read" for each of i
 
 
 def find_last_shortage(log: str) -> str:
-    """Return the last report of a lack of memory in a log, on one line. Empty if there is none, or
-    if the program overcame it."""
+    """Return the last report of a lack of memory in a log, on one line.
+
+    Empty if the log has no report, or if the program overcame the lack of memory.
+    """
     text = "\n".join(_shorten(line) for line in log.splitlines())
     shortage = find_shortage(put_final_error_last(remove_boxes(text)), is_native=True)
     return "" if shortage is None else shortage.report.text
@@ -63,11 +65,11 @@ def find_shortage(output: str, *, is_native: bool) -> MatchedReport | None:
     """Return the last report of a lack of memory in any line of the output, however much was
     printed below it.
 
-    None if there is none, if the program overcame it, or if another error came later.
+    None if the output has no report, if the program overcame it, or if another error came later.
 
     Args:
         output: the end of the output.
-        is_native: whether a signal ended the process. If none did, a traceback shows the reason.
+        is_native: whether a signal ended the process. Otherwise a traceback shows the reason.
     """
     if is_native and has_corrupted_memory(output):
         return None

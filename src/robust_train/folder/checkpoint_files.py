@@ -1,7 +1,8 @@
-"""Judges the files of a checkpoint: whether they are whole, their size and their checksums.
+"""Examines the files of a checkpoint: whether they are whole, their size and their checksums.
 
-The attempt's process uses it when it writes a checkpoint, and the launcher before a job resumes
-from one. A format such as zip or safetensors shows by itself whether a file is complete.
+The attempt's process uses it when it writes a checkpoint, and the launcher uses it before a job
+resumes from a checkpoint. A format such as zip or safetensors shows by itself whether a file is
+complete.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def size_of(path: Path) -> int:
 
 
 def checksum_of(path: Path) -> int:
-    """Return a checksum of the end of each file, which costs the same for large and small files.
+    """Return a checksum of the end of each file, which takes as long for large as for small files.
 
     The end of a ``torch.save`` file contains the checksums of all its parts.
 

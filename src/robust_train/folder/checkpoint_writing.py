@@ -1,4 +1,4 @@
-"""Writes a checkpoint whole or not at all.
+"""Writes a checkpoint completely or not at all.
 
 :func:`save_checkpoint` is public, for trainers. Attempts and the integrations use the other
 functions in the process that trains.

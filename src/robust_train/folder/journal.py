@@ -1,8 +1,8 @@
 """Writes ``journal.jsonl``, the history of a job: one JSON line per event.
 
-The launcher appends each event as soon as it happens. It never waits for the disk, which may take
-many seconds, so a power cut may lose the last lines. That is harmless, because no decision depends
-on the journal.
+The launcher appends each event as it happens. It never waits for the disk, which may take many
+seconds, so a power cut may lose the last lines. That is harmless, because no decision depends on
+the journal.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from pathlib import Path
 from robust_train.files import LineFile, Spacing, json_lines, strict_json
 from robust_train.model.events import CheckpointSaved, Event, Json, UserEvent
 
-# How many lines are kept in memory while the disk is full.
+# The most lines that are kept in memory while the disk is full.
 _MOST_OWED = 100
 
 
 class Journal:
     """Appends events to ``journal.jsonl``, which stays small however long a job runs.
 
-    Of each kind of frequent event, such as progress, the journal writes fewer and fewer lines. The
-    last line that was not written is held back, and written before the next infrequent event. A
-    full or missing disk causes one warning. Important events are written once the disk works again.
+    Frequent events, such as progress, are thinned out: the longer a job runs, the fewer of each
+    kind are written. The newest omitted line of each kind is held, and written before the next
+    infrequent event. A full or missing disk causes one warning, and important events are written
+    once the disk works again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -35,11 +36,11 @@ class Journal:
         self._owed: list[bytes] = []
 
     def write(self, event: Event, attempt: int | None = None) -> None:
-        """Append an event of attempt number ``attempt``, or of the job. NaN becomes null."""
+        """Append an event of an attempt or, without ``attempt``, of the job. NaN becomes null."""
         line = _encode(event, attempt)
         held = b""
         if event.is_frequent:
-            # Each rank, and each event name of the trainer, counts as a kind of its own.
+            # Each rank and each of the trainer's own event names counts as a separate kind.
             user_name = event.event_name if isinstance(event, UserEvent) else ""
             rank = getattr(event, "rank", None) or ""
             kind = self._spacing.limit_kind(f"{event.name} {user_name} {rank}")
@@ -68,7 +69,7 @@ def _encode(event: Event, attempt: int | None) -> bytes:
 
 
 def attempts_in(path: Path) -> int:
-    """Return the highest attempt number in a journal, 0 if it has no attempt.
+    """Return the highest attempt number in a journal, or 0 if it mentions no attempt.
 
     Truncated lines are skipped.
 

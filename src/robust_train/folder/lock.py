@@ -131,7 +131,7 @@ class RunLock:
         self._is_named = _write_holder(self._fd, job)
 
     def check(self) -> None:
-        """Check that the folder still belongs to this job. To be called before each write to it.
+        """Check that the folder still belongs to this job. Call this before each write to it.
 
         Raises:
             RunFolderLostError: another job has taken the folder, which someone may have removed
@@ -238,7 +238,7 @@ def refusal(run_dir: Path) -> str | None:
 
 
 def wait_until_free(run_dir: Path) -> None:
-    """Wait until the folder is free. To be called before anything is written to the folder.
+    """Wait until the folder is free. Call this before anything is written to the folder.
 
     Raises:
         ConfigError: a live job holds the folder, as in `RunLock`.
@@ -249,11 +249,11 @@ def wait_until_free(run_dir: Path) -> None:
 def _wait_until(is_free: Callable[[], bool], run_dir: Path) -> None:
     """Wait until the folder is free, if its holder will release it without help.
 
-    The wait is for the last attempt of a dead launcher, or for the lock of a lost host. If the
-    holder is a live job of this host, there is no wait.
+    This waits for the last attempt of a dead launcher, or for the lock of a lost host. It does not
+    wait if the holder is a live job on this host.
 
     Raises:
-        ConfigError: the folder is not free. RunFolderUnavailableError if the wait was in vain.
+        ConfigError: the folder is not free. RunFolderUnavailableError if it did not become free.
     """
     _end_leftovers(run_dir)
     started = time.monotonic()

@@ -1,7 +1,7 @@
 """Encodes and reads samples of an attempt's memory, and decides whether its memory is stable.
 
-The attempt's process writes the samples to ``memory.jsonl``. The launcher and the report read them
-after the attempt, to find leaks and fragmentation.
+The attempt's process writes the samples to ``memory.jsonl``. After the attempt, the launcher and
+the report read them to find leaks and fragmentation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FILE_NAME = "memory.jsonl"
 
 @dataclass(frozen=True)
 class Sample:
-    """Memory at a moment of an attempt. Fields are None if unknown or absent."""
+    """Memory at one moment of an attempt. A field is None if it is unknown or does not apply."""
 
     time: float  # seconds since the epoch
     attempt: int  # number of the attempt
@@ -33,7 +33,7 @@ class Sample:
     allocated: int | None = None  # bytes of this process's tensors on the GPU
     reserved: int | None = None  # bytes that this process's caching allocator holds
     gpu_used: int | None = None  # bytes in use on the whole GPU, by all processes
-    gpu_total: int | None = None  # bytes of the GPU
+    gpu_total: int | None = None  # size of the GPU's memory, in bytes
     resident: int | None = None  # bytes of host memory of this process
     # The part of `resident` without mapped files and without memory shared with other processes.
     anonymous: int | None = None
@@ -46,7 +46,7 @@ def encode(sample: Sample) -> str:
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """Return the samples in a file, without truncated lines. Empty if there is no file."""
+    """Return the samples in a file, skipping truncated lines. Empty if the file does not exist."""
     samples = []
     with contextlib.suppress(OSError):
         for content in json_lines(path):
@@ -57,18 +57,18 @@ def read_samples(path: Path) -> list[Sample]:
 
 # --- stability of memory -----------------------------------------------------------------------
 
-# The first steps are left out, because memory settles in them.
+# This share of the steps is left out at the start, while memory settles.
 _WARM_UP_SHARE = 0.2
 # The other steps are divided into six spans of at least five samples each.
 _SPANS = 6
 _SAMPLES_A_SPAN = 5
-# In each third of the time, memory must rise by at least this share of the mean slope.
+# Memory grows if it rises in each third of the steps, by at least this share of the mean slope.
 _OF_THE_SLOPE = 0.25
-# Growth counts from these limits on: a share of the memory, and a number of bytes.
+# Smaller growth does not count: a share of the memory, and a number of bytes.
 _SHARE = 0.01
 _GPU_BYTES = 1 * MIB
-# The heap of a healthy interpreter still grows by some ten MiB in its first minutes, because of
-# caches of libraries and buffers of log files.
+# The heap of a healthy interpreter grows by some ten MiB in its first minutes, because libraries
+# fill caches and log files are buffered.
 _HOST_BYTES = 64 * MIB
 
 
@@ -99,9 +99,9 @@ def stability(samples: Sequence[Sample]) -> Stability:
     """Return whether the memory of the last attempt in ``samples`` is stable.
 
     Memory rises and falls within each step, jumps when a checkpoint is written, and needs some
-    steps to settle. So neither its mean nor its peak shows a leak, but its floor does. If the
-    tensors on a GPU accumulate, there is a leak. If only the caching allocator's memory grows,
-    there is fragmentation. The process's host memory is checked on the CPU and on a GPU.
+    steps to settle. So a leak shows neither in its mean nor in its peak, but in its floor. If
+    tensors accumulate on a GPU, they leak. If only the caching allocator's memory grows, it is
+    fragmented. The process's host memory is checked too, whether it trains on a CPU or a GPU.
     """
     samples_of_attempt = [
         s for s in samples if s.attempt == samples[-1].attempt and s.step is not None
@@ -137,7 +137,8 @@ def stability(samples: Sequence[Sample]) -> Stability:
 def _floors(samples: Sequence[tuple[int | None, int | None]]) -> list[tuple[int, int]]:
     """Return the memory's floor in each span of the steps after the warm-up.
 
-    The floor is the tenth percentile, because the last sample is often too low.
+    The floor is the tenth percentile instead of the minimum, because the last sample is often too
+    low.
 
     Returns:
         Pairs of memory and step, or an empty list if a span has too few samples.
@@ -158,7 +159,7 @@ def _floors(samples: Sequence[tuple[int | None, int | None]]) -> list[tuple[int,
 def _slope(floors: Sequence[tuple[int, int]], least_bytes: float) -> float:
     """Return the bytes per step by which the floors rise, or 0 if they hardly rise.
 
-    With a leak, the floors rise in each third of the time. If memory only jumps to another level,
+    With a leak, the floors rise in each third of the steps. If memory only jumps to another level,
     for example because of a larger batch, they rise in one or two thirds.
     """
     if not floors:

@@ -1,9 +1,9 @@
 """Reads and writes CUDA_VISIBLE_DEVICES.
 
 The launcher and commands read which GPUs the variable allows them to use, and the launcher writes
-it for attempts. Often a scheduler has set the variable, so its GPUs are never exceeded. It is read
-as CUDA reads it, as far as that is known (NVIDIA's documentation, PyTorch's tests). In doubt, the
-reading with fewer GPUs counts.
+it for attempts. A scheduler may have set the variable, so no other GPUs are ever used. It is read
+as CUDA reads it, as far as that is known (NVIDIA's documentation, PyTorch's tests). If in doubt,
+the reading with fewer GPUs counts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Visible:
 
     @property
     def why_none(self) -> str:
-        """The reason why no GPU is visible."""
+        """Why no GPU is visible."""
         if self.hidden_on_purpose:
             return f"{VARIABLE} hides every GPU"
         return self.inventory.problem or self.warning or "no GPU is visible"

@@ -47,7 +47,7 @@ def signal_to_forward(signum: int) -> int:
 
 
 def choose_stop_signal(environ: Mapping[str, str]) -> signal.Signals:
-    """Return the signal by which a launcher asks an attempt to stop.
+    """Return the signal with which a launcher asks an attempt to stop.
 
     It is SIGTERM, except under submitit, where SIGTERM means a preemption. There it is SIGINT,
     unless this process ignores SIGINT, like anything that a shell script starts with ``&``.
@@ -67,7 +67,7 @@ def keep_exit_status_of_children() -> bool:
     return is_ignored
 
 
-# The exception hook that ours replaces, and the error that the job has shown already.
+# The exception hook that ours replaces, and the error that the job has already shown.
 _show_uncaught = sys.excepthook
 _shown: BaseException | None = None
 

@@ -6,7 +6,7 @@ A trainer function calls `fit` in the attempt's process, on every rank::
         trainer = L.Trainer(**trainer_arguments(cfg, run), max_epochs=cfg.training.epochs)
         return fit(trainer, Net(cfg), Digits(cfg), cfg=cfg, run=run, metric="val_accuracy")
 
-`adopt_fit` does the same for a program that calls ``trainer.fit`` itself.
+`adopt_fit` does the same for a program that calls ``trainer.fit`` directly.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = ["fit", "trainer_arguments"]
 
 
 def trainer_arguments(cfg: DictConfig, run: Run) -> dict[str, Any]:
-    """Return arguments for ``Trainer``: the attempt's devices and the run folder."""
+    """Return the arguments that give a ``Trainer`` the attempt's devices and the run folder."""
     device = torch.device(cfg.device)
     is_on_gpu = device.type == "cuda"
     nodes = count_machines()
@@ -55,7 +55,7 @@ def trainer_arguments(cfg: DictConfig, run: Run) -> dict[str, Any]:
         "default_root_dir": str(run.run_dir),
     }
     if run.world_size > 1:
-        # `fit` gives each rank its samples of every step.
+        # `fit` itself divides the samples of every step among the ranks.
         arguments |= {"num_nodes": nodes, "strategy": "ddp", "use_distributed_sampler": False}
     elif is_on_gpu:
         arguments["devices"] = [device.index or 0]
@@ -77,18 +77,18 @@ def fit(
     Args:
         trainer: a ``lightning.Trainer``, created with `trainer_arguments`. Its
             ``accumulate_grad_batches`` is set here.
-        model: the ``LightningModule``. With manual optimization and accumulation, it has an
+        model: the ``LightningModule``. With manual optimization and accumulation, it needs an
             attribute or hyperparameter ``accumulate_grad_batches``, which is set here.
-        data: a ``LightningDataModule``, or a ``DataLoader`` created with
-            ``cfg.training.batch_size``, or None if the model has the loaders. A data module's
-            ``batch_size`` (attribute or hyperparameter) is set here. If ``training.batch_size`` is
-            not given, its former value becomes the job's batch size.
+        data: a ``LightningDataModule``, a ``DataLoader`` created with ``cfg.training.batch_size``,
+            or None if the model has the loaders. A data module's ``batch_size`` (attribute or
+            hyperparameter) is set here. Its own value becomes the job's batch size if
+            ``training.batch_size`` is not given.
         cfg, run: the arguments of the trainer function.
-        metric: the logged value to return. None: a dictionary of all logged values.
+        metric: the name of the logged value to return, or None for a dictionary of all of them.
         options: further arguments of ``trainer.fit``, such as ``val_dataloaders``.
 
     Raises:
-        UserError: trainer, model or data cannot keep the effective batch.
+        UserError: the trainer, model or data cannot keep the effective batch.
         TrainingStopped: a stop was requested, and a checkpoint was saved.
     """
     _fit(trainer.fit, trainer, model, data, cfg=cfg, run=run, **options)
@@ -105,7 +105,7 @@ def _fit(
     run: Run,
     **options: Any,
 ) -> None:
-    """Call ``fit``, which is ``trainer.fit`` as Lightning wrote it, as an attempt."""
+    """Run ``fit``, Lightning's original ``trainer.fit``, as an attempt."""
     if data is not None:
         is_module = hasattr(data, "train_dataloader")
         options["datamodule" if is_module else "train_dataloaders"] = data
@@ -114,7 +114,7 @@ def _fit(
     cfg = _take_batch_of(data, cfg, run)
     _check(trainer, cfg, run)
     if run.world_size == 1:
-        # DDP on one device would replace our sample order with a sampler of Lightning.
+        # With DDP on one device, Lightning would replace our sample order with its own sampler.
         compat.keep_samplers(trainer)
     if run.should_stop():
         raise TrainingStopped("stopped before the first step")
@@ -129,13 +129,13 @@ def _fit(
         options.setdefault("weights_only", False)
     if run.resume_checkpoint is not None:
         options["ckpt_path"] = str(run.resume_checkpoint)
-        # The checkpoint has the learning rate that the finder found. It would search again.
+        # The checkpoint has the learning rate that the finder found, so it must not search again.
         trainer.callbacks = [
             each for each in trainer.callbacks if type(each) is not _callbacks.LearningRateFinder
         ]
     try:
         with warnings.catch_warnings():
-            # Lightning cannot know that our loader resumes within the epoch.
+            # Lightning does not know that our loader can resume within an epoch.
             warnings.filterwarnings(
                 "ignore", message="You're resuming from a checkpoint that ended"
             )
@@ -154,10 +154,10 @@ def _fit(
 
 @contextlib.contextmanager
 def adopt_fit(cfg: DictConfig, run: Run) -> Iterator[None]:
-    """Replace ``Trainer.fit`` within the block, for a program that was not written for us.
+    """Replace ``Trainer.fit`` within the block, for a program that does not call `fit`.
 
-    The program's first fit runs as an attempt, as `fit` does it. A later fit, a fit of a ``Tuner``
-    and a fit that cannot resume run as Lightning wrote them.
+    The program's first fit runs as an attempt, as if it called `fit`. Lightning's original method
+    runs later fits, fits of a ``Tuner`` and fits that cannot resume.
     """
     fit_of_lightning = _pytorch.Trainer.fit
 
@@ -204,13 +204,13 @@ def adopt_fit(cfg: DictConfig, run: Run) -> Iterator[None]:
 
 
 def _take_batch_of(data: Any, cfg: DictConfig, run: Run) -> DictConfig:
-    """Make a data module's batch size the job's if the user set no ``training.batch_size``.
+    """Use a data module's batch size for the job if the user set no ``training.batch_size``.
 
     Returns:
         The config, with the micro-batch size that follows from the data module's batch size.
 
     Raises:
-        UserError: both are set, and differ.
+        UserError: the user set both, and they differ.
     """
     batch_size = getattr(data, "batch_size", None)
     if batch_size is None:
@@ -231,7 +231,7 @@ def _take_batch_of(data: Any, cfg: DictConfig, run: Run) -> DictConfig:
             "one of them can be the job's; leave training.batch_size out, or write "
             "batch_size=${training.batch_size} in the config of the data module"
         )
-    # Earlier attempts may have split the batch: accumulation is then higher than requested.
+    # If earlier attempts split the batch, accumulation is higher than requested.
     micro_batch = -(-batch_size * requested.gradient_accumulation_steps // steps)
     log.info(
         "%s.batch_size=%d is the job's batch size, because no training.batch_size is given",
@@ -250,7 +250,7 @@ def _take_batch_of(data: Any, cfg: DictConfig, run: Run) -> DictConfig:
 
 
 def _is_batch_set(cfg: DictConfig, requested: AttemptSpec) -> bool:
-    """Return whether the user set the batch size. An explicit default value counts too."""
+    """Return whether the user set the batch size, even if only to its default value."""
     if requested.batch_size != TrainingConfig.batch_size:
         return True
     if cfg.training.get("effective_batch_size") is not None:
@@ -277,7 +277,7 @@ def _check_ranks(trainer: Any, run: Run) -> None:
 
 
 def _counts_micro_batches(trainer: Any) -> str | None:
-    """Return why the trainer's limit on an epoch depends on the attempt, or None if it does not."""
+    """Return why the length of an epoch depends on the micro-batch size, or None if it does not."""
     limit = trainer.limit_train_batches
     if limit == 1.0 or trainer.fast_dev_run:
         return None
@@ -312,7 +312,7 @@ def _check(trainer: Any, cfg: DictConfig, run: Run) -> None:
 
 
 def _set_accumulation(trainer: Any, model: Any, micro_batches: int, run: Run) -> None:
-    """Set the accumulation of the trainer, or of a model with manual optimization."""
+    """Set the accumulation of the trainer, or of the model if it optimizes manually."""
     if model.automatic_optimization:
         trainer.accumulate_grad_batches = micro_batches
     elif not _set_value(model, _ACCUMULATION, micro_batches):
@@ -345,7 +345,7 @@ def _order_samples(data: Any, callback: RobustCallback) -> None:
 
 
 def _set_value(owner: Any, name: str, value: int) -> bool:
-    """Set an attribute, a hyperparameter or both. Return whether either exists."""
+    """Set an attribute, a hyperparameter or both, if they exist. Return whether either exists."""
     is_attribute = hasattr(owner, name)
     is_hyperparameter = name in getattr(owner, "hparams", {})
     if is_attribute:
@@ -358,7 +358,7 @@ def _set_value(owner: Any, name: str, value: int) -> bool:
 def _result(trainer: Any, model: Any, data: Any, metric: str | None, validation: Any) -> Any:
     """Return the logged value of ``metric``, or all logged values if ``metric`` is None.
 
-    An attempt that resumes after the last step trains nothing and logs nothing, so it validates.
+    An attempt that resumes after the last step logs nothing, so this function validates the model.
     """
     figures = logged_figures(trainer)
     is_logged = bool(figures) if metric is None else metric in figures

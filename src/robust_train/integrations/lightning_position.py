@@ -1,4 +1,4 @@
-"""Converts the position of a Lightning fit in its data to Lightning's own counters.
+"""The position of a Lightning fit in its data, also expressed in Lightning's own counters.
 
 Lightning counts batches. A new attempt may have smaller batches than the attempt that wrote the
 checkpoint, so robust-train saves the position in samples. When `RobustCallback` loads a checkpoint,
@@ -38,8 +38,8 @@ class LightningPosition:
     def count_done(self, batch_size: int) -> int:
         """Return how many batches of this epoch are done, as if all had ``batch_size`` samples.
 
-        The number is the difference to the batches that are left, so that Lightning expects as many
-        batches as the loader will yield.
+        The number is a whole epoch's batches minus the batches that are left, so that Lightning
+        expects as many batches as the loader will yield.
         """
         left = -(-(self.epoch_samples - self.samples) // batch_size)
         return self.count_in_epoch(batch_size) - left

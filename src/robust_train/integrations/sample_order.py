@@ -1,7 +1,7 @@
 """Gives a framework's loader an order of samples that a resumed run can continue anywhere.
 
-A shuffling loader draws its order from torch's global generator, which dropout shares. Here the
-order depends on seed and epoch alone, and an epoch can start at any sample. In the attempt's
+A shuffling loader draws its order from torch's global generator, which dropout also uses. Here the
+order depends only on the seed and the epoch, and an epoch can start at any sample. In the attempt's
 process, `take_over` changes the loaders of Lightning and accelerate, and `order_of_epochs` changes
 the loaders of transformers.
 """
@@ -30,11 +30,11 @@ class StepShares:
 
     For example, 4 ranks with a micro-batch of 2 divide an epoch of 13 samples into a step of 8 and
     a step of 5. The step of 8 gives each rank 2 samples. In the step of 5, one rank gets 2 samples
-    and the others get 1. A rank that has fewer micro-batches in a step than the other ranks gets
-    another sample without weight, because all ranks must reach the same number of collectives.
+    and the others get 1. If a rank has fewer micro-batches in a step than other ranks, it gets an
+    extra sample without weight, because all ranks must take part in the same number of collectives.
 
     Attributes:
-        micro_batch: samples of one rank in one forward and backward pass.
+        micro_batch: samples of one rank in a forward and backward pass.
         accumulation: micro-batches of one rank in a step.
         rank: this rank.
         ranks: the number of ranks.
@@ -103,15 +103,15 @@ _ALONE = StepShares(micro_batch=1)
 
 
 class SampleOrder(Sampler[Any]):
-    """Yields the indices of another sampler, in an order that depends on seed and epoch alone.
+    """Yields another sampler's indices, in an order that depends only on the seed and the epoch.
 
     Args:
         sampler: the sampler that is replaced.
         seed: the job's seed.
         limit: the number of samples in an epoch, None for all.
-        generator: the loader's generator, from which it draws the seeds of its workers. It is
-            seeded by ``seed`` and epoch too.
-        shares: the samples of this rank in each optimizer step. Only these are yielded.
+        generator: the generator from which the loader draws its workers' seeds. It is seeded from
+            ``seed`` and the epoch too.
+        shares: this rank's samples of each optimizer step. Only these are yielded.
 
     Attributes:
         samples: the number of samples in a whole epoch, on all ranks together.
@@ -136,13 +136,13 @@ class SampleOrder(Sampler[Any]):
         self.begin(0)
 
     def begin(self, epoch: int, skip: int = 0) -> None:
-        """Set the next pass to ``epoch``, counted from 0, without its first ``skip`` samples.
+        """Let the next pass be ``epoch``, counted from 0, without its first ``skip`` samples.
 
-        Each pass after that is the next whole epoch.
+        Each later pass is the next whole epoch.
         """
         self._epoch = epoch
         self._skip = skip
-        # A loader draws its workers' seed before the first sample.
+        # A loader draws its workers' seeds before the first sample.
         self._generator.manual_seed(self._seed_of(epoch))
 
     def __len__(self) -> int:
@@ -158,7 +158,7 @@ class SampleOrder(Sampler[Any]):
         return iter([indices[position] for position in self._positions(skip)])
 
     def first(self) -> Any:
-        """Return the index of the first sample of the next epoch to be read."""
+        """Return the index of the first sample in the order of the next epoch to be read."""
         return self._draw(self._epoch)[0]
 
     def _positions(self, start: int) -> Iterable[int]:
@@ -172,7 +172,7 @@ class SampleOrder(Sampler[Any]):
         return (self._seed * 1_000_003 + epoch) % 2**63
 
     def _draw(self, epoch: int) -> list[Any]:
-        """Return the epoch's samples in order. The program's random numbers stay as they are."""
+        """Return the epoch's samples in order, without drawing from the program's generators."""
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
         generator = getattr(self._sampler, "generator", None)
@@ -181,8 +181,8 @@ class SampleOrder(Sampler[Any]):
         seed_everything(seed)
         try:
             if isinstance(generator, torch.Generator):
-                # With several ranks, accelerate adds a generator to a RandomSampler. The sampler
-                # would otherwise draw its seed like this, so the order stays the same.
+                # With several ranks, accelerate gives a RandomSampler a generator. Without one, the
+                # sampler would draw its seed like this, so the order is the same either way.
                 if isinstance(self._sampler, RandomSampler):
                     seed = int(torch.empty((), dtype=torch.int64).random_())
                 generator.manual_seed(seed)
@@ -192,7 +192,7 @@ class SampleOrder(Sampler[Any]):
 
 
 def _batches_of(loader: Any) -> Any:
-    """Return the batch sampler of ``loader`` if it is torch's own, otherwise None."""
+    """Return the batch sampler of ``loader``, or None if it is not torch's own."""
     batches: Any = getattr(loader, "batch_sampler", None)
     # With several ranks, accelerate wraps the batch sampler.
     if type(batches).__name__ == "BatchSamplerShard":
@@ -201,7 +201,7 @@ def _batches_of(loader: Any) -> Any:
 
 
 def order_of_epochs(loader: Any, seed: int) -> SampleOrder | None:
-    """Let the order of samples depend on seed and epoch alone.
+    """Make the order of samples depend only on the seed and the epoch.
 
     The framework itself resumes within an epoch and divides the samples among the ranks.
 
@@ -218,12 +218,12 @@ def order_of_epochs(loader: Any, seed: int) -> SampleOrder | None:
 def take_over(loader: Any, *, name: str, shares: StepShares, seed: int) -> SampleOrder:
     """Replace the sampler of ``loader`` with a `SampleOrder`, and return it.
 
-    With ``drop_last``, an epoch loses the samples of its last, incomplete optimizer step. Torch
-    would drop those of the last micro-batch, which depend on its size.
+    With ``drop_last``, an epoch drops the samples of an incomplete last optimizer step. Torch would
+    drop an incomplete last micro-batch, so the number of samples would depend on the micro-batch.
 
     Args:
         loader: a loader whose batches are micro-batches.
-        name: how messages name the loader.
+        name: the name of the loader in messages.
         shares: the samples of each optimizer step and of this rank.
         seed: the job's seed.
 

@@ -1,8 +1,8 @@
 """Figures that TRL's trainers collect in each pass of a model until they log their mean.
 
 A batch that runs in parts would count once for each part. `transformers_step` therefore joins the
-figures of a batch's parts, and `transformers_loss` drops those of passes that only find something
-out. Both run in the attempt's process. With other trainers, nothing is collected.
+figures of a batch's parts, and `transformers_loss` drops the figures of passes that only measure.
+Both run in the attempt's process. With other trainers, nothing is collected.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def _find_traceback(
 
 
 def _cut_middle(text: str, longest: int) -> str:
-    """Return the text without its middle if it is too long. An exception may quote a whole file."""
+    """Return the text without its middle if it is too long. An error may quote a whole file."""
     if len(text) <= longest:
         return text
     half = longest // 2
@@ -157,7 +157,7 @@ def add_decision(attempt: Attempt, decision: Decision | None) -> Attempt:
 
 @dataclass(frozen=True)
 class JobEnd:
-    """The end of a job by an error in the launcher."""
+    """How an error in the launcher ends a job."""
 
     status: str
     reason: str

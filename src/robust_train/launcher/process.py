@@ -1,8 +1,8 @@
 """Runs each attempt in new interpreters, which start early (``isolation=process``).
 
-:class:`.driver.ProcessDriver` uses :class:`ProcessExecutor` in the launcher's process. To import
-torch takes seconds, so an interpreter for the next attempt waits as a standby: it imports the same
-modules while the current attempt trains. A module that starts CUDA at its import is left out.
+:class:`.driver.ProcessDriver` uses :class:`ProcessExecutor` in the launcher's process. Importing
+torch takes seconds, so an interpreter for the next attempt waits as a standby. It imports the same
+modules while the current attempt trains. Modules that start CUDA when imported are left out.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class ProcessExecutor:
         """Leave out the modules that started CUDA in these interpreters.
 
         Raises:
-            ConfigError: CUDA starts although no module is to blame.
+            ConfigError: CUDA starts, but no module is the cause.
         """
         for interpreter in unfit:
             # An interpreter that was prepared earlier may have had more modules.
@@ -237,9 +237,9 @@ class ProcessExecutor:
             self._interpreters.end(interpreter)
 
     def _find_waiting(self) -> list[Interpreter]:
-        """Return an interpreter without an attempt for each rank, and start those that are missing.
+        """Return an interpreter without an attempt for each rank, and start missing interpreters.
 
-        Interpreters that wait already come first.
+        Interpreters that are already waiting come first.
         """
         if not self._interpreters.is_open:
             self._interpreters = Interpreters()
@@ -254,7 +254,7 @@ class ProcessExecutor:
         return interpreters.waiting[: self._ranks]
 
     def _build_preparation(self) -> Preparation:
-        """Return what an interpreter imports before its attempt: modules, and our own trainer."""
+        """Return the modules and the built-in trainer that an interpreter imports early."""
         wanted = request_imports(self._modules)
         if self._trainer.is_ours:
             wanted = replace(wanted, trainer=self._trainer, cfg=self._cfg)
@@ -263,7 +263,7 @@ class ProcessExecutor:
     def _handle_death_at_import(self, returncode: int) -> None:
         """Close all interpreters after one of them ended before its attempt, and import less.
 
-        Either an import ended the interpreter, or someone killed it, which need not happen again.
+        Either an import ended the interpreter, or someone killed it, which may not happen again.
 
         Raises:
             ConfigError: a limit of this process leaves no room for an interpreter, or an

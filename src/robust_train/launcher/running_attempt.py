@@ -1,9 +1,9 @@
 """Watches the interpreters of one attempt from its start to its end.
 
 :class:`.process.ProcessExecutor` calls :meth:`RunningAttempt.run` in the launcher's process. At
-least twice a second it passes on the attempt's events, handles signals, and lets the features'
-watches look. It sets a time to kill the attempt when its processes have to end: after a signal,
-after the trainer's report, or because a watch or another rank demands it.
+least twice a second, it passes on the attempt's events, handles signals, and polls the features'
+watches. It sets a time to kill the attempt when its processes have to end: after a signal, after
+the trainer's report, or because a watch or another rank demands it.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class RunningAttempt:
                 interpreter.begin(begin, descriptors + list(hold))
 
     def _poll(self) -> bool:
-        """Wait for something to happen and handle it, and return whether the attempt is over."""
+        """Wait for something to happen, handle it, and return whether the attempt is over."""
         interpreters = self._interpreters
         processes = self._processes
         running = [
@@ -160,8 +160,8 @@ class RunningAttempt:
         now = time.monotonic()
         self._kill_if_due(now)
         is_given_up = now >= self._killed_at + _AFTER_KILL_SECONDS
-        # The order matters: a process sends its last events before it ends. So if the end is read
-        # first, all events are there to be read after it.
+        # A process sends its last events before it ends. So if its end is read first, all of its
+        # events can be read after that.
         if interpreters.poll():
             for watch in self._watches:
                 watch.output()
@@ -365,7 +365,7 @@ class RunningAttempt:
         self._signal_all(signal.SIGCONT)  # otherwise a suspended process would not get the signal
 
     def _describe_stop(self, signum: int) -> str:
-        """Return the message about a stop that this signal asked for."""
+        """Return the message about a stop that this signal requested."""
         config = self._request.config
         # The message does not promise a checkpoint that may not come.
         action = "the trainer is asked to end"
@@ -388,8 +388,10 @@ class RunningAttempt:
 
 
 def _await_signal(signals: SignalWatch) -> None:
-    """Wait a moment for a signal to the launcher. If somebody stopped all processes, the signal
-    may have reached the attempt first."""
+    """Wait a moment for a signal to the launcher.
+
+    If someone stopped all processes, the signal may have reached the attempt first.
+    """
     until = time.monotonic() + _SIGNAL_SECONDS
     while not signals.received and time.monotonic() < until:
         time.sleep(0.02)

@@ -1,7 +1,7 @@
 """Reads the devices and figures of CUDA's caching allocator in this process.
 
-Called in the process that trains and in a user's own process. Imports no torch and starts no CUDA:
-if torch has not started CUDA in this process, there are no figures.
+Called in the process that trains and in a user's own process. This module neither imports torch nor
+starts CUDA. If torch has not started CUDA in this process, no figures are available.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def cached_on(index: int | None) -> Cached | None:
 
 
 def alloc_retries(index: int | None) -> int | None:
-    """Return how often the allocator has emptied its cache to find room on a GPU.
+    """Return how many times the allocator emptied its cache to find room on a GPU.
 
     Return None without CUDA. This is called in each step, so it reads the figures of one GPU only.
     """

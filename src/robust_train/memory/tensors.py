@@ -1,7 +1,8 @@
 """Finds the tensors that are alive, that a failure holds, or that training changes.
 
-Imports no torch: without torch no tensors exist. Called in the process that trains, after a failure
-and on a user's request. :func:`safe_tensor_to_cpu` moves tensors to the host.
+This module does not import torch, because no tensors exist without it. It is called in the process
+that trains, after a failure and on a user's request. :func:`safe_tensor_to_cpu` moves tensors to
+the host.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ def storages(tensors: Iterable[Any]) -> dict[StorageKey, int]:
 def bytes_on(tensors: Iterable[Any]) -> dict[str, int]:
     """Return the bytes of tensors on each device.
 
-    On a GPU it is the figure of the allocator, which includes tensors that only the autograd graph
-    refers to. On the host it is the size of the tensors' storages.
+    For a GPU, this is the allocator's figure, which includes tensors that only the autograd graph
+    refers to. For the host, it is the size of the tensors' storages.
     """
     totals = Counter[str]()
     for (device, _), size in storages(tensors).items():
@@ -86,7 +87,7 @@ def training_devices() -> list[str]:
     return [f"cuda:{index}" for index in range(torch.cuda.device_count())]
 
 
-# --- the largest ---
+# --- the largest tensors ---
 
 
 @dataclass(frozen=True)
@@ -212,7 +213,7 @@ def leaves_in(error: BaseException) -> list[Any]:
     return list(leaves_by_id.values())
 
 
-# --- to the host ---
+# --- copies on the host ---
 
 
 _T = TypeVar("_T")

@@ -51,7 +51,7 @@ _hints = functools.cache(typing.get_type_hints)
 
 
 def _value(hint: Any, value: Json, where: str) -> Any:
-    """Convert ``value`` to a field's type, of the few types that events use."""
+    """Convert ``value`` to a field's type, which is one of the few types that events use."""
     inner = typing.get_args(hint)
     kind = typing.get_origin(hint) or hint
     if kind in (typing.Union, types.UnionType):  # a type or None

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Part:
-    """A feature's addition to a record. Without arguments it has no content."""
+    """A feature's addition to a record. Created without arguments, it has no content."""
 
     # The field of the record that these fields follow in files. Empty if no file contains them.
     written_after: ClassVar[str] = ""

@@ -40,7 +40,7 @@ class Knob(Part):
         return self
 
     def for_known_size(self: K) -> K:
-        """Return the choice for an attempt whose micro-batch is decided."""
+        """Return the choice for an attempt with a known micro-batch."""
         return self
 
     def apply_to_config(self, config: RobustConfig) -> RobustConfig:

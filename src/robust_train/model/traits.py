@@ -15,7 +15,8 @@ class Traits:
     """The launcher's expectations of a trainer.
 
     A function is called by the attempt's own interpreter. A program may be anything that can be
-    started: it gets what its command names, and only its output and its files are visible.
+    started. It gets only the values that its command names, and only its output and its files are
+    visible.
     """
 
     # Whether it runs in a separate process, which has its tensors, threads and exceptions.
@@ -25,7 +26,7 @@ class Traits:
     accumulates: bool
     # Whether a search may let it compute single steps of any size.
     can_be_probed: bool
-    # Whether it raises exceptions. Otherwise only an exit code and the output show how it failed.
+    # Whether it raises exceptions. Otherwise only its exit code and output show how it failed.
     raises: bool
     # Whether it starts a process for each GPU. Otherwise the launcher does.
     starts_ranks: bool

@@ -1,8 +1,9 @@
 """Chooses the batch of the first attempt on a kind of device (``training.batch_size=auto``). Pure.
 
-With ``auto``, a function searches for its micro-batch in the first step. A script or a job of
-several ranks starts with the whole effective batch, and halves it when memory runs out. In the
-launcher, ``policy.decide``, user rules and guests of an engine apply this to each decision.
+With ``auto``, a trainer function searches for its micro-batch size in the first step. A script or a
+job of several ranks cannot search, so it starts with the whole effective batch and halves it when
+memory runs out. In the launcher, ``policy.decide``, user rules and guests of an engine apply this
+to each decision.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ from robust_train.policy.settings import PolicySettings
 def with_first_size(
     settings: PolicySettings, history: tuple[Attempt, ...], decision: Decision
 ) -> Decision:
-    """Return the decision with the batch that the first attempt on its kind of device starts
-    with."""
+    """Return the decision with the batch for the first attempt on its kind of device."""
     if isinstance(decision, GiveUp):
         return decision
     spec, why = choose_first_size(settings, history, decision.spec)
@@ -34,11 +34,10 @@ def with_first_size(
 def choose_first_size(
     settings: PolicySettings, history: Sequence[Attempt], spec: AttemptSpec
 ) -> tuple[AttemptSpec, str]:
-    """Return ``spec`` with the batch with which an attempt starts, and the reason. The reason is
-    empty if the batch is unchanged.
+    """Return ``spec`` with the batch that an attempt starts with, and the reason for it.
 
-    The batch changes only until an attempt on this kind of device shows which size fits. After that
-    the policy's choices stand.
+    Once an attempt on this kind of device has shown which size fits, the batch stays as the policy
+    chose it. The reason is empty if the batch is unchanged, or if the attempt searches for it.
     """
     spec = spec.with_batch(None, None)
     if not settings.config.finds_batch_size or _is_size_known(history, spec.device_kind):
@@ -48,6 +47,7 @@ def choose_first_size(
     config = settings.config
     knobs = [whole.of(kind) for kind in parts_like(Knob)]
     searching = whole.having(*(knob.for_unknown_size(config, whole) for knob in knobs))
+    # A knob may start a search for the size, and then there is no fixed batch to explain.
     if searching != whole:
         return searching, ""
     what = "several processes" if config.traits.can_be_probed else "a script"
@@ -58,8 +58,7 @@ def choose_first_size(
 
 
 def _is_size_known(history: Sequence[Attempt], device_kind: str) -> bool:
-    """Return whether an attempt on this kind of device reached a point that shows which size
-    fits."""
+    """Return whether an earlier attempt on this kind of device has shown which size fits."""
     for earlier in history:
         if earlier.spec.device_kind != device_kind:
             continue

@@ -1,4 +1,4 @@
-"""Builds the retries that remedies of several features return. Pure, called in the launcher."""
+"""Builds retries for the remedies of several features. Pure, and called in the launcher."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LONGEST_PAUSE_SECONDS = 3600.0
 
 
 def retry_with_half(context: FailureContext, why: str) -> Retry:
-    """Return the retry with the next smaller micro-batch. Its reason starts with ``why``."""
+    """Return a retry with the next smaller micro-batch. Its reason starts with ``why``."""
     last = context.last
     spec = context.smaller
     reason = f"{why}micro-batch {last.batch_size} → {spec.batch_size}"

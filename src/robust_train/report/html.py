@@ -104,7 +104,10 @@ def render(template: str, **values: Any) -> str:
 
 @functools.cache
 def template_environment() -> Environment:
-    """Return Jinja's environment with our templates. Importing it earlier would slow the launcher's start."""
+    """Return Jinja's environment with our templates.
+
+    Jinja is imported here, because importing it earlier would slow the launcher's start.
+    """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from jinja2.utils import htmlsafe_json_dumps
     from markupsafe import Markup

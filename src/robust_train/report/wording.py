@@ -259,7 +259,7 @@ def _find_advice(story: Story) -> Iterator[Advice]:
 
 
 def _advise_size_that_fitted(story: Story) -> Iterator[Advice]:
-    """Advise to start the next run with the size that fitted."""
+    """Advise starting the next run with the size that fitted."""
     if not story.attempts or story.attempts[-1].outcome != "completed":
         return
     last = story.attempts[-1]

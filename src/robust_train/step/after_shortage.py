@@ -1,19 +1,19 @@
-"""Decides how a step continues after memory ran out in a part of it.
+"""Decide how a step continues after memory ran out in a part of it. Pure.
 
-`decide` is a pure function. The part runner calls it in the process that trains, and carries out
-the decision:
+In the process that trains, :class:`.part_runner.PartRunner` checks the first two cases itself, and
+calls :func:`decide` for the others. Then it acts on the answer:
 
     a part runs ──went through──────────────────────────────▶ the next part
         │
         └─ memory ran out
-             ├─ gradients of earlier batches can leave the GPU ─▶ REPEAT_WITH_ROOM, same size
              ├─ the step cannot be undone ──────────────────────▶ CANNOT_REPEAT, the attempt ends
+             ├─ gradients of earlier batches can leave the GPU ─▶ REPEAT_WITH_ROOM, same size
              ├─ a smaller size is left ─────────────────────────▶ REPEAT_SMALLER
-             ├─ the next smaller size leaves a lone sample ─────▶ CANNOT_REPEAT, the attempt ends
+             ├─ a smaller size would leave a lone sample ───────▶ CANNOT_REPEAT, the attempt ends
              └─ no smaller size is left ────────────────────────▶ EXHAUSTED, the attempt ends
 
 With several ranks, the rank whose memory ran out reports its answer, and the other ranks repeat the
-step or end as well.
+step or end with it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class AfterShortage:
 
 
 def decide(smaller: int | None, used: int, batches: Iterable[int], *, least: int) -> AfterShortage:
-    """Decide how a step continues that can be undone.
+    """Return how a step that can be undone continues.
 
     Args:
         smaller: the next smaller size, in samples, or None if no smaller size is left.

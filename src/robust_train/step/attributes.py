@@ -1,12 +1,13 @@
 """Restores plain attributes of modules before a pass is repeated.
 
-:mod:`.step_start` and :mod:`.pass_state` use :class:`Attributes` in the process that trains. A pass
-that counts its calls in ``self.calls += 1`` and is repeated would otherwise count twice.
+:mod:`.step_start` and :mod:`.pass_state` use :class:`Attributes` in the process that trains.
+Without it, a repeated pass that counts its calls with ``self.calls += 1`` would count twice.
 
-Numbers, text, None, tensors that are not buffers, and lists, deques, dictionaries, sets and small
-arrays of these are restored: counters, hidden states, queues and their pointers, and the states of
-torchmetrics objects. Other objects are ignored. Large tensors and long containers are not copied.
-If such a value was changed in place, a warning names it, unless it has only grown.
+Numbers, text, None and tensors that are not buffers are restored, as well as lists, deques,
+dictionaries, sets and small arrays of these. Such attributes are counters, hidden states, queues
+with their pointers, and the states of torchmetrics objects. Other objects are ignored. Large
+tensors and long containers are not copied. If one of these was changed in place, a warning names
+it, unless it has only grown.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from robust_train.step.kept_values import ValueKeeper, can_restore, restore_valu
 
 log = logging.getLogger("robust_train")
 
-# After this many steps all attributes are examined again, in case the plan missed a change.
+# After this many steps, all attributes are examined again in case the plan missed a change.
 _MAX_STEPS_OF_A_PLAN = 50
 
 
@@ -32,7 +33,7 @@ class Attributes:
     """The attributes of modules with their values, kept to restore them later."""
 
     def __init__(self, reported: set[str] | None = None) -> None:
-        # Names of the attributes that a warning has named already.
+        # The attributes for which a warning was already logged.
         self._reported = set() if reported is None else reported
         self._plan = AttributePlan()
         self._steps_of_plan = 0
@@ -43,9 +44,10 @@ class Attributes:
         self._keeper = ValueKeeper(self._copies)
 
     def keep(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
-        """Keep the present values of the attributes of ``modules``.
+        """Keep the current values of the attributes of ``modules``.
 
-        Return the modules that are in their lists and dictionaries.
+        Returns:
+            The modules that the attributes contain in lists and dictionaries.
         """
         homes = [module.__dict__ for module in modules]
         self._immutable = self._read_immutable(modules, homes)
@@ -62,7 +64,7 @@ class Attributes:
     def _read_immutable(
         self, modules: Sequence[nn.Module], homes: Sequence[dict[str, Any]]
     ) -> list[tuple[Any, ...]]:
-        """Return the values that cannot change in place. Renew the plan if it no longer holds."""
+        """Return the values that cannot change in place. Renew the plan if it is out of date."""
         self._steps_of_plan += 1
         if self._steps_of_plan <= _MAX_STEPS_OF_A_PLAN:
             values = self._plan.read_immutable(modules, homes)
@@ -82,7 +84,7 @@ class Attributes:
         self._keeper = ValueKeeper(self._copies)
 
     def restore(self) -> None:
-        """Restore the values, and warn once of each attribute that cannot be restored."""
+        """Restore the values, and warn once about each attribute that cannot be restored."""
         self._keeper.restore_tensors()
         immutable = self._plan.name_immutable(self._immutable)
         for position, module in enumerate(self._modules):
@@ -100,7 +102,7 @@ class Attributes:
 
 
 def _restore_module(module: nn.Module, before: dict[str, Any]) -> Iterator[str]:
-    """Restore the attributes of a module, and yield the names of those that cannot be restored."""
+    """Restore a module's attributes, and yield the name of each that cannot be restored."""
     home = vars(module)
     kind = type(module)
     for name in home.keys() - before.keys():
@@ -118,7 +120,7 @@ def _restore_module(module: nn.Module, before: dict[str, Any]) -> Iterator[str]:
             value, is_whole = restore_value(kept, home.get(name))
             if name not in home or home[name] is not value:
                 home[name] = value
-        # A value may no longer exist, or a subclass of tuple may not take its items.
+        # A value may no longer exist, or a subclass of tuple may not accept its items.
         except Exception:
             is_whole = False
         if not is_whole:

@@ -1,9 +1,9 @@
 """Runs a part of an optimizer step, and decides what follows if memory runs out in it.
 
 :class:`.engine.Step` inherits from :class:`PartRunner` and calls :meth:`PartRunner.try_part` for
-each part, in the process that trains. The pass over a part is a function call. If it raises, its
-frames are cleared. That drops their variables, and with them the graph and all activations, so the
-memory is free for the next try. :mod:`.after_shortage` decides whether there is a next try.
+each part, in the process that trains. The pass over a part is a function call. If memory runs out
+in it, the frames of the exception are cleared. This drops the graph and all activations, so their
+memory is free for the next try. :mod:`.after_shortage` decides whether the step is repeated.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class CannotSplitError(Exception):
 
 @dataclass(frozen=True)
 class Batch(Generic[T]):
-    """A batch of a step, and how to compute it."""
+    """A batch of a step, and the functions that compute its loss."""
 
     parts: Parts
     body: Body[T]
-    # Returns the loss of some data without a backward pass, None if only the body can compute it.
+    # Returns the loss of some data without a backward pass. None if only the body can compute it.
     loss_of: LossOf | None = None
     # The user's function. Steps that run the same code are checked once.
     function: Any = None
@@ -69,9 +69,9 @@ class Batch(Generic[T]):
 class PartEnd:
     """How the pass over a part ended."""
 
-    # False if memory ran out, on this rank or on another rank that runs the same part.
+    # False if memory ran out, on this rank or on another rank that runs the part with it.
     went_through: bool
-    # If memory ran out on this rank: the failure, and how the step is repeated.
+    # The failure and the way to repeat the step, if memory ran out on this rank.
     failure: Failure | None = None
     answer: AfterShortage | None = None
 
@@ -80,9 +80,9 @@ class PartRunner(Generic[T]):
     """Runs the parts of a step, and undoes the step after an error.
 
     Args:
-        size: the size of the parts, which shrinks if memory runs out.
-        start: the state at the start of the step. It is None for a validation whose parts are
-            independent: then only the part that ran out of memory is repeated.
+        size: the size of parts, which shrinks if memory runs out.
+        start: the state at the start of the step, to which it is undone. None in validation of a
+            model that can leave a part at any time. Then only the failed part is repeated.
         shared: the ranks that share the step.
         recorder: logs shortages, and reports them to the launcher.
         training: False for validation.
@@ -111,7 +111,7 @@ class PartRunner(Generic[T]):
         self._part_start = part_start
         self._batches: list[Batch[T]] = []
         self._items = 1.0  # the number of items that this rank's mean loss averages over
-        self._ran_out: RanOut | None = None  # this rank's latest shortage, for the report
+        self._ran_out: RanOut | None = None  # this rank's latest shortage, to report to the others
         self._host_ran_out = False
         # The error of the latest shortage on this rank, without its frames.
         self._shortage: BaseException | None = None
@@ -128,18 +128,18 @@ class PartRunner(Generic[T]):
         """Whether other ranks take part, so that losses are weighted by each rank's items."""
         return self._shared.is_shared
 
-    # --- what the step of a framework overrides ---
+    # --- overridden for a framework's step ---
 
     refuses_collectives = True
     """Whether user collectives inside a part are refused, because a rank that runs out of memory
-    would leave the others waiting in them."""
+    would leave the other ranks waiting in them."""
 
     def guard(self) -> AbstractContextManager[object]:
-        """Return the context in which each body runs."""
+        """Return the context manager in which each body runs."""
         return contextlib.nullcontext()
 
     def cannot_repeat(self) -> str | None:
-        """Return the reason why the step cannot be repeated, or None if it can."""
+        """Return why the step cannot be repeated, or None if it can."""
         if cuda.holds_graphs():
             # torch does not distinguish the memory of graphs from that of user pools.
             return "a CUDA graph was captured, or a memory pool is in use, which keeps its memory"
@@ -148,7 +148,7 @@ class PartRunner(Generic[T]):
         return None
 
     def log_why(self, reason: str) -> None:
-        """Log why the step cannot be repeated, so that the attempt ends."""
+        """Log why the step cannot be repeated. The attempt then ends."""
         self._recorder.log_cannot_repeat(reason)
 
     # --- a part ---
@@ -165,14 +165,7 @@ class PartRunner(Generic[T]):
         return 1
 
     def try_part(self, part: Part, body: Body[T], used: int, results: Results[T]) -> bool:
-        """Run a part, add its result to ``results``, and return True.
-
-        If memory runs out, release the part's memory, prepare to repeat the step, and return False.
-
-        Args:
-            used: the part size in use.
-            results: cleared if the whole step has to be repeated.
-        """
+        """Run a part of size ``used``. If memory runs out, release it and return False."""
         end = self._run_part(part, body, used, results)
         # The exception no longer exists here, so the memory that its frames held can be released.
         is_done = end.went_through
@@ -200,7 +193,7 @@ class PartRunner(Generic[T]):
                 result = body(part)
             if is_watched:
                 self._shared.end_part(ran_out=False)
-            # An empty part of a sharded model runs only for the collectives of the other ranks.
+            # An empty part has no result. It runs only to join the collectives of the other ranks.
             if len(part) or not self.is_sharded:
                 results.append((result, part))
             return PartEnd(went_through=True)
@@ -238,7 +231,7 @@ class PartRunner(Generic[T]):
 
     def _make_room(self, failure: Failure) -> bool:
         """Move gradients of earlier batches to the host. Return whether that freed GPU memory."""
-        # The ranks of a sharded model would have to move their gradients at the same time.
+        # The ranks of a sharded model would all have to move their gradients at the same time.
         if self.start is None or self.is_sharded:
             return False
         if failure.kind is not FailureKind.DEVICE_OOM:
@@ -246,7 +239,7 @@ class PartRunner(Generic[T]):
         return self.start.make_room()
 
     def _remember_shortage(self, failure: Failure, answer: AfterShortage, used: int) -> None:
-        """Keep a shortage for the report to the other ranks, and use smaller parts from now on."""
+        """Keep a shortage for the report to the other ranks. Use smaller parts if necessary."""
         if failure.kind is FailureKind.HOST_OOM:
             self._host_ran_out = True
         if answer.answer is not Answer.REPEAT_WITH_ROOM:
@@ -267,14 +260,14 @@ class PartRunner(Generic[T]):
             self._shared.end_part(ran_out=True)
 
     def _warn_of_changes(self) -> None:
-        """Warn if a pass changed the batch or weights in place: the repeat changes them again."""
+        """Warn if a pass changed the batch or weights in place, as the repeat will do it again."""
         if any(batch.parts.has_changed for batch in self._batches):
             self._recorder.log_changes_in_place("the batch")
         elif self.start is not None and self.start.has_changed_weights:
             self._recorder.log_changes_in_place("weights")
 
     def _agree_on_part(self) -> bool:
-        """Agree with the other ranks whether a sharded model's part went through on all of them."""
+        """Return whether a part of a sharded model went through on all ranks."""
         agreed = self._agree()
         self._ran_out = None
         return agreed is None or agreed.ran_out is None
@@ -284,12 +277,12 @@ class PartRunner(Generic[T]):
     def _end_as_shortage(
         self, note: str, used: int, error: BaseException | None = None
     ) -> NoReturn:
-        """End the step with the error of the latest shortage, because it cannot run in parts.
+        """Raise the latest shortage's error again, because the step cannot run in parts.
 
         Args:
             note: the reason.
             used: the size of the parts.
-            error: the error that a part raised, if that is the reason.
+            error: the error that a part raised, if it is the reason.
         """
         shortage = self._shortage
         if shortage is None:  # Memory ran out on another rank only.
@@ -305,7 +298,7 @@ class PartRunner(Generic[T]):
         """Report to the other ranks that the attempt ends. They may save a checkpoint first.
 
         Raises:
-            RankFailure: other ranks share the step.
+            RankFailure: other ranks exist, and have received the report.
         """
         if not self._ranks_wait:
             return
@@ -317,7 +310,7 @@ class PartRunner(Generic[T]):
     def _end_after_shortage(
         self, error: Exception, failure: Failure, answer: AfterShortage, used: int
     ) -> None:
-        """Log why a shortage ends the attempt, and end the other ranks as well."""
+        """Log why a shortage ends the attempt, and end the other ranks too."""
         if answer.answer is Answer.CANNOT_REPEAT:
             self.log_why(answer.reason)
             _add_note(error, f"this step cannot be split: {answer.reason}")
@@ -334,13 +327,12 @@ class PartRunner(Generic[T]):
     def _was_cut_after_a_shortage(self, part: Part) -> bool:
         """Return whether a part is smaller than the batch because memory ran out in this step.
 
-        An error in such a part is not a bug in the program, because the whole batch did not raise
-        it.
+        An error in such a part is not a bug in the program: the whole batch did not raise it.
         """
         return not part.is_whole and self.repeats > 0 and self.start is not None
 
     def _end_after_error_of_a_part(self, error: Exception, used: int) -> NoReturn:
-        """End the attempt after an error that only a part of the batch raises."""
+        """End the attempt after an error that a part of the batch raises, but not the whole."""
         check = SplitCheck(Kept.CANNOT, describe_error(error), used)
         note = check.message
         self._recorder.splits.on_found(self._recorder.step(), check, True)

@@ -1,4 +1,4 @@
-"""Reports how the size of parts changes: to the log, as events, and to the speed meter.
+"""Report changes of the size of parts to the log, as events, and to the speed meter.
 
 The engine and the batcher call a :class:`Recorder` in the process that trains. In an attempt of the
 launcher, events go to the launcher. A program without the launcher may pass ``on_event`` to its
@@ -39,7 +39,7 @@ class StepSpeed(Protocol):
         return
 
     def pause(self) -> None:
-        """Do not measure the present step, because it does more than train."""
+        """Do not measure the current step, because it does more than train."""
         return
 
     def alone_until_now(self) -> None:
@@ -74,7 +74,7 @@ class Recorder:
         self.on_event(MicroBatchChanged(step, True, before, reason, after=after))
 
     def log_repeat(self, training: bool, failure: Failure, before: int, after: int | None) -> None:
-        """Log that the step (in validation the part) is repeated with a smaller size."""
+        """Log that the step, or in validation the part, is repeated with a smaller size."""
         step = self.step()
         fields = _event_fields(failure)
         self.on_event(MicroBatchChanged(step, training, before, after=after, **fields))
@@ -94,7 +94,7 @@ class Recorder:
         )
 
     def log_parts_without_loss(self, without: int, parts: int) -> None:
-        """Log that some parts of a step have no loss, and do not count in it."""
+        """Log that some parts of a step have no loss and are left out of it."""
         log.warning(
             "step %d: %d of %d parts have no loss (NaN) although other parts do: left out of this "
             "step. If the loss is a mean over labels, tokens or masks, give count=…",
@@ -125,7 +125,7 @@ class Recorder:
         return note
 
     def log_cannot_repeat(self, reason: str) -> None:
-        """Log why the step cannot be repeated, so that the attempt ends."""
+        """Log why the step cannot be repeated. The attempt then ends."""
         text = "step %d: out of memory, and the step cannot be repeated: %s"
         log.warning(text, self.step(), reason)
 

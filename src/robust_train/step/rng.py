@@ -1,8 +1,8 @@
 """Saves and restores the states of random generators, in a checkpoint and within a process.
 
-Used in the process that trains: trainers call :func:`capture_rng` and :func:`restore_rng` for their
-checkpoints, and a step that is repeated restores its :class:`GeneratorStates`, so that dropout
-draws the same numbers again.
+In the process that trains, trainers call :func:`capture_rng` and :func:`restore_rng` for their
+checkpoints. A step that is repeated restores its :class:`GeneratorStates`, so that dropout draws
+the same numbers again.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def restore_rng(state: Mapping[str, Any], device: torch.device | None = None) -> None:
-    """Restore the states of `capture_rng`. The state of a GPU is restored only on a GPU."""
+    """Restore the states from `capture_rng`. The GPU's state is restored only on a GPU."""
     torch.set_rng_state(state["torch"])
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
@@ -69,8 +69,8 @@ def restore_rng(state: Mapping[str, Any], device: torch.device | None = None) ->
 class GeneratorStates:
     """The states of all generators at this moment, to restore within this process.
 
-    The states of all GPUs are included, whichever GPU the model is on: they are kept on the host,
-    so reading them creates no CUDA context.
+    The states of all GPUs are included, whichever GPU the model is on. Torch keeps them on the
+    host, so reading them creates no CUDA context.
 
     Args:
         generators: the user's own generators of torch, NumPy or Python.
@@ -97,7 +97,7 @@ class GeneratorStates:
 
     def equals(self, other: GeneratorStates) -> bool:
         """Return whether no random number was drawn between the two moments."""
-        # Without CUDA at one of the moments, the states of its GPUs are missing.
+        # If CUDA was not initialized at one of the moments, its GPU states are missing.
         pairs = zip(self._states, other._states, strict=False)
         return all(_are_equal(mine, theirs) for (mine, _), (theirs, _) in pairs)
 
@@ -125,7 +125,7 @@ def _state_and_setter(generator: Any) -> tuple[Any, Callable[[Any], object]]:
 
 
 def generators_in(values: Sequence[Any]) -> list[Any]:
-    """Return the random generators among values, each once."""
+    """Return the distinct random generators among ``values``."""
     kinds: tuple[type, ...] = (torch.Generator, random.Random)
     numpy = sys.modules.get("numpy")
     if numpy is not None:

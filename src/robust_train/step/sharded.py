@@ -37,9 +37,9 @@ class RanOutElsewhereError(Exception):
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective in the pass of a sharded model, with all that is needed to take part in it."""
+    """A collective in the pass of a sharded model, with everything needed to take part in it."""
 
-    is_gathered: bool  # weights are gathered. False: gradients are reduced and scattered
+    is_gathered: bool  # True: weights are gathered. False: gradients are reduced and scattered
     output: int  # number of output elements
     input: int  # number of input elements
     dtype: torch.dtype
@@ -95,15 +95,15 @@ class Ledger:
         return tuple(dict.fromkeys(roots))
 
     def begin_part(self, roots: Sequence[Any], *, training: bool, has_weight: bool) -> None:
-        """Begin to record the collectives of a part.
+        """Start recording the collectives of a part.
 
         Args:
             roots: the outermost sharded modules.
             training: whether the part has a backward pass.
-            has_weight: False: the part's gradients count as zeros, whatever its loss is.
+            has_weight: whether the part has weight. If not, its gradients count as zeros.
         """
         self._has_weight = has_weight
-        # A module whose weights are still gathered gathers nothing, so it makes another kind.
+        # A module whose weights are still gathered gathers nothing. That is another kind of part.
         parameters = (parameter for root in roots for parameter in root.parameters())
         is_gathered = tuple(not hasattr(parameter, "device_mesh") for parameter in parameters)
         self._kind = (tuple(map(id, roots)), training, is_gathered)
@@ -232,7 +232,7 @@ def _sharded_in(model: nn.Module) -> list[Any]:
 
 
 def refuse(name: str, module: nn.Module, reason: str | None) -> None:
-    """Raise UserError if there is a ``reason`` why steps with this module cannot be repeated."""
+    """Raise UserError if ``reason`` says why steps with this module cannot be repeated."""
     if reason is not None:
         where = f"{name or 'the model'} ({type(module).__name__})"
         raise UserError(f"run.backward: {where} {reason}")

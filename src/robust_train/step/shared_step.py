@@ -88,7 +88,7 @@ class SharedStep:
 
     @property
     def is_shared(self) -> bool:
-        """Whether there are other ranks."""
+        """Whether other ranks exist."""
         return self._group is not None
 
     @property
@@ -125,7 +125,7 @@ class SharedStep:
 
     @contextlib.contextmanager
     def extra_pass(self) -> Iterator[None]:
-        """Surround a pass in addition to the parts. All ranks of a sharded model run it together.
+        """Wrap a pass that is not one of the parts. All ranks of a sharded model run it together.
 
         Afterwards, sharded models are reset on every rank. Otherwise only some ranks may have freed
         their gathered weights, and the ranks' next passes would differ.
@@ -255,6 +255,6 @@ class SharedStep:
             source = dist.get_global_rank(replica.process_group, 0)
             with contextlib.ExitStack() as stack:
                 for buffer in buffers:
-                    # Autograd, and a step that is rewound, would take a new version for a change.
+                    # Autograd, and a step that is rewound, would treat a new version as a change.
                     stack.enter_context(preserve_version_counter(torch, buffer))
                 broadcast(buffers, source, replica.process_group)

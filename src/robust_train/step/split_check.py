@@ -1,7 +1,7 @@
 """The result of checking whether splitting a batch keeps its loss.
 
-:mod:`.split_checker` makes it, :mod:`.split_watch` and the user read it, in the process that trains
-or in any process that calls ``check_split``.
+:mod:`.split_checker` creates it. :mod:`.split_watch` and the user read it, in the process that
+trains or in any process that calls ``check_split``.
 """
 
 from __future__ import annotations

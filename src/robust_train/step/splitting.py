@@ -40,9 +40,9 @@ Count = Callable[[Any], "float | torch.Tensor"]
 def bounds(samples: int, at_most: int, start: int = 0, *, least: int = 1) -> list[tuple[int, int]]:
     """Split the samples from ``start`` up to ``samples`` into as few parts as possible.
 
-    The parts differ in size by at most 1, because such parts need the least memory. Each part has
-    at least ``least`` samples if the batch does, because BatchNorm refuses a single sample. A part
-    may then exceed ``at_most`` by 1.
+    The parts have equal sizes, or sizes that differ by 1, because such parts need the least memory.
+    If the batch has at least ``least`` samples, so has each part, because BatchNorm refuses a
+    single sample. A part may then exceed ``at_most`` by 1.
 
     Returns:
         The start and the stop of each part, as in a slice.
@@ -207,7 +207,7 @@ def join_parts(results: Sequence[Any], sizes: Sequence[int], *, any_length: bool
 
 
 def _join_numbers(numbers: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Average floats, weighted by ``sizes``, sum integers, and return the first of booleans."""
+    """Average floats, weighted by ``sizes``, and sum integers. For booleans, return the first."""
     dtype = torch.as_tensor(numbers[0]).dtype
     if dtype == torch.bool:
         return numbers[0]
@@ -217,7 +217,7 @@ def _join_numbers(numbers: Sequence[Any], sizes: Sequence[int]) -> Any:
     return sum(weighted) / sum(sizes)
 
 
-# --- a batch with the rules to split it ---
+# --- a batch with its rules for splitting ---
 
 
 @dataclass(frozen=True)

@@ -184,11 +184,11 @@ def update(
 
 
 def _step_scaled(optimizer: torch.optim.Optimizer, scaler: Any) -> tuple[bool, Tensor | None]:
-    """Step and adapt the scale.
+    """Step the optimizer with scaled gradients, and adapt the scale.
 
     Returns:
-        Whether the weights have changed, as far as the host knows, and the figure that shows
-        whether the device has skipped the update. The figure is None if the host decides.
+        Two values. The first is whether the weights changed, as far as the host knows. The second
+        is a tensor that shows whether the device skipped the update, or None if the host decides.
     """
     if can_skip_on_device(optimizer):
         figures = overflow_figures(scaler, optimizer)

@@ -49,7 +49,7 @@ class Reports:
         with contextlib.suppress(OSError), (folder / _JOURNAL).open("rb") as file:
             file.seek(self._bytes_read[job])
             data = file.read()
-        # The job may be writing the last line, which is read when it is complete.
+        # The job may still be writing the last line, which is read once it is complete.
         whole_lines = data[: data.rfind(b"\n") + 1]
         self._bytes_read[job] += len(whole_lines)
         for line in whole_lines.splitlines():

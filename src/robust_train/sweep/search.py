@@ -50,7 +50,7 @@ from robust_train.sweep.record import (
 log = logging.getLogger("robust_train")
 
 _SEEDS = 2**32  # numpy accepts smaller seeds only.
-_SEED_STEP = 1_000_003  # between the samplers' seeds of two searches with neighbouring seeds
+_SEED_STEP = 1_000_003  # between the sampler seeds of two searches with consecutive seeds
 
 
 class Search(Jobs):
@@ -61,7 +61,7 @@ class Search(Jobs):
     Args:
         queue: the queue of the sweep.
         swept: the keys to search, with their ranges in Hydra's syntax.
-        fixed: the overrides that all jobs have.
+        fixed: the overrides that all jobs share.
         seeds: the overrides of each of a trial's jobs.
         settings: the user's settings of the search.
 
@@ -96,7 +96,7 @@ class Search(Jobs):
         self._adopt_ended_trials(queue.sweep.table.sweep)
 
     def _open_study(self, direction: str, pruner: Any) -> Any:
-        """Return the study in the sweep's folder. It is created if there is none."""
+        """Return the study in the sweep's folder, which is created if it does not exist."""
         drop_torn_line(self._folder / STUDY_FILE)
         try:
             study = optuna.create_study(
@@ -175,7 +175,7 @@ class Search(Jobs):
     def _start_trial(self) -> Trial | None:
         """Return a trial that an earlier launch left unfinished, or a new trial, with its values.
 
-        Returns None if there are ``n_trials`` trials already.
+        Returns None if ``n_trials`` trials already exist.
         """
         trials = self._trials()
         unfinished = [

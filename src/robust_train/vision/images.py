@@ -1,9 +1,9 @@
 """Reads images as batches of tensors: decodes and augments them, in the order of an epoch.
 
-`vision.trainer` uses it in the attempt's process. `ImageDataset` also runs in the data loader's
-workers. The order of samples depends on seed and epoch alone, and the position in an epoch is a
-number of samples. So a run resumes at exactly the sample where it stopped, even with smaller
-micro-batches.
+`vision.trainer` uses this module in the attempt's process, and `ImageDataset` also runs in the data
+loader's workers. The order of samples depends only on the seed and the epoch, and the position in
+an epoch is a number of samples. So a run resumes at exactly the sample at which it stopped, even
+with smaller micro-batches.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from robust_train.vision.datasets import Images
 
 Batch = tuple[Tensor, Tensor]  # Images B×C×H×W and labels B
 
-# The least and the largest share of an image's area in a crop. torchvision's default for ImageNet
-# starts at 0.08, which would often cut off the detail that distinguishes similar classes.
+# The smallest and largest share of an image's area that a crop keeps. torchvision's default for
+# ImageNet starts at 0.08, which would often cut off the detail that distinguishes similar classes.
 _CROP_AREAS = (0.35, 1.0)
 _LARGEST_SHIFT = 1 / 8  # of the image's side
-_MOST_SAMPLES_READ = 64  # that `choose_read_size` returns
+_MOST_SAMPLES_READ = 64  # the largest divisor that `choose_read_size` tries
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class ImageSpec:
 
     Attributes:
         size: rows and columns, in pixels.
-        channels: 1 for grey images, 3 for colours.
+        channels: 1 for greyscale images, 3 for colour images.
         mean: the mean of each channel, for values from 0 to 1.
         std: the standard deviation of each channel.
-        crop: the share of the shorter side that is kept of an image that is not augmented.
+        crop: the share of the shorter side that is kept when an image is not augmented.
     """
 
     size: int
@@ -53,9 +53,9 @@ class ImageSpec:
 
 
 class ImageDataset(Dataset[Any]):
-    """The images of a split as tensors, with a key (epoch, index) for each sample.
+    """The images of a split as tensors. The key of a sample is (epoch, index).
 
-    A sample's augmentation depends on its key and the seed alone, not on workers or micro-batches.
+    A sample's augmentation depends only on its key and the seed, not on workers or micro-batches.
 
     Args:
         source: the images.
@@ -98,7 +98,7 @@ class ImageDataset(Dataset[Any]):
         """Return the image C×H×W and its label."""
         epoch, index = key
         image = self._decode(index)
-        # A hash of integers is the same in every process.
+        # Hashes of integers are the same in every process.
         seed = hash((self.seed, epoch, index))
         with torch.random.fork_rng(devices=()):
             torch.default_generator.manual_seed(seed)
@@ -107,7 +107,7 @@ class ImageDataset(Dataset[Any]):
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[Any]:
         """Return the samples of a batch, or a list with only a ConfigError.
 
-        If a worker raised the error, torch would wrap it into a traceback.
+        The error is returned because torch would wrap an error that a worker raises in a traceback.
         """
         try:
             return [self[key] for key in keys]
@@ -123,8 +123,8 @@ class ImageDataset(Dataset[Any]):
             with self.source.image(index) as image:
                 return image.convert(mode)
         except (Image.DecompressionBombError, SyntaxError, ValueError, OSError) as error:
-            # An OSError of PIL has no number. An OSError with another number than "no such file"
-            # is a fault of the disk, not of the data set.
+            # An OSError raised by PIL has no errno. Any errno except "no such file" is a fault of
+            # the disk, not of the data set.
             if getattr(error, "errno", None) not in (None, errno.ENOENT):
                 raise
             name = self.source.names[index]
@@ -133,7 +133,7 @@ class ImageDataset(Dataset[Any]):
             ) from error
 
     def _crop_centre(self, image: Any) -> Any:
-        """Return the square in the middle, resized. Its side is ``spec.crop`` of the shorter side.
+        """Return the central square, resized. Its side is ``spec.crop`` times the shorter side.
 
         An image that is smaller than the model's images keeps its whole shorter side.
         """
@@ -144,7 +144,7 @@ class ImageDataset(Dataset[Any]):
 
 
 def collate(samples: Sequence[Any]) -> Batch | ConfigError:
-    """Stack samples into a batch, or return the error that `ImageDataset` returned for it."""
+    """Stack samples into a batch, or return the error that `ImageDataset` returned instead."""
     if isinstance(samples[0], ConfigError):
         return samples[0]
     images = torch.stack([image for image, _ in samples])
@@ -161,7 +161,7 @@ class BatchPlan:
         effective_batch: the samples of an optimizer step, on all ranks together. The last step of
             an epoch may have fewer.
         at_once: the samples that a rank reads at once.
-        seed: the seed of every epoch's order.
+        seed: the seed from which each epoch's order is drawn.
         ranks: the number of ranks.
         rank: this rank.
     """
@@ -180,9 +180,9 @@ class BatchPlan:
         return torch.randperm(self.num_samples, generator=generator).tolist()
 
     def steps(self, epoch: int, start: int = 0) -> Iterator[list[Sequence[int]]]:
-        """Yield this rank's chunks of each optimizer step, from sample ``start`` of the epoch on.
+        """Yield this rank's chunks for each optimizer step, starting at sample ``start``.
 
-        A step's samples and their order depend on the effective batch alone. In an epoch's last
+        A step's samples and their order depend only on the effective batch. In an epoch's last
         step, a rank may have no samples.
         """
         for step in split_into_chunks(self.order(epoch)[start:], self.effective_batch):
@@ -206,8 +206,8 @@ def split_into_chunks(samples: Sequence[int], size: int) -> list[Sequence[int]]:
 def choose_read_size(effective_batch: int) -> int:
     """Return how many samples to read at once while the micro-batch size is unknown.
 
-    Workers read ahead in chunks of this size. It divides the effective batch. A large effective
-    batch is read in several chunks, unless its only divisors are very small.
+    Workers read ahead in chunks of this size, which divides the effective batch. A large effective
+    batch is read whole only if all its usable divisors are very small.
     """
     divisors = [n for n in range(1, _MOST_SAMPLES_READ + 1) if effective_batch % n == 0]
     size = max(divisors)
@@ -225,8 +225,8 @@ def read_batches(
 ) -> Iterator[Batch]:
     """Yield a batch on the host for each of ``chunks``, in order.
 
-    The workers end with the iterator, so workers of training and of validation never hold memory
-    at the same time.
+    The workers end with the iterator, so training and validation workers never hold memory at the
+    same time.
 
     Args:
         dataset: the images.
@@ -250,8 +250,8 @@ def read_batches(
         prefetch_factor=prefetch_factor,
         pin_memory=pinned,
         collate_fn=collate,
-        # The loader would draw its seed from the generator that dropout uses, and a resumed epoch
-        # would have other dropout than an uninterrupted epoch.
+        # Otherwise the loader would draw its seed from the generator that dropout uses, and dropout
+        # in a resumed epoch would differ from an uninterrupted epoch.
         generator=torch.Generator(),
         worker_init_fn=_prepare_worker,
     )
@@ -264,8 +264,8 @@ def read_batches(
 def _prepare_worker(worker: int) -> None:
     """Set up a worker's process.
 
-    The run handles a terminal's Ctrl-C for its workers. The loader ends a stuck worker with
-    SIGTERM, so SIGTERM must kill it.
+    A worker ignores Ctrl-C, because the run handles it. SIGTERM must kill the worker, because the
+    loader uses it to end a worker that is stuck.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""Reports the progress of the built-in trainer: to the log, the launcher and TensorBoard.
+"""Reports the progress of the built-in trainer to the log, the launcher and TensorBoard.
 
 `vision.trainer.train` creates a `Reporter` in the process of each rank. Only the main rank writes
 to TensorBoard.
@@ -103,7 +103,7 @@ class Reporter:
             self._unsent = {}
 
     def start_epoch(self) -> None:
-        """Start to measure the time of an epoch for its log line."""
+        """Start measuring the time of an epoch for its log line."""
         self._epoch_started = time.monotonic()
 
     def report_epoch(self, position: EpochPosition, train_loss: float, score: Score) -> None:

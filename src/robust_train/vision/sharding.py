@@ -1,8 +1,8 @@
 """Shards the built-in trainer's model over the ranks (``training.sharding=fsdp``, FSDP2).
 
-`vision.trainer` uses this module in the attempt's process, on every rank. A checkpoint of a sharded
-model is a folder: ``torch.distributed.checkpoint`` writes the shards of all ranks, and another file
-has all other values. ``checkpoints.read_newest`` reads the folder.
+`vision.trainer` calls this module in the attempt's process, on every rank. A sharded model's
+checkpoint is a folder. ``torch.distributed.checkpoint`` writes the shards of all ranks into it, and
+another file has all other values. ``checkpoints.read_newest`` reads the folder.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def shard(model: nn.Module) -> None:
 
 
 def share_buffers(model: nn.Module) -> None:
-    """Copy the first rank's buffers (BatchNorm's statistics), which it saves, to every rank."""
+    """Copy rank 0's buffers (BatchNorm's statistics), which the checkpoint has, to every rank."""
     with torch.no_grad():
         broadcast(list(model.buffers()), 0, dist.group.WORLD)
 
@@ -69,18 +69,19 @@ def _blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def create_folder_writer() -> Callable[[Content, Path], Path]:
-    """Return a function that writes all ranks' shards. Every rank must call this and the function.
+    """Return a function that writes a checkpoint with the shards of all ranks.
 
-    The function has its own process group, so it can run in a thread while training continues.
+    Every rank must call this function and the returned function. The returned function has its own
+    process group, so it can run in a thread while training continues.
     """
     group: Any = dist.new_group(backend="gloo")
     return partial(write_shards, group)
 
 
 def gather_weights(weights: dict[str, Tensor], *, keeps: bool) -> dict[str, Any]:
-    """Return whole tensors on the host in place of sharded tensors. Every rank must call it.
+    """Return whole tensors on the host in place of sharded tensors. Every rank must call this.
 
-    A rank with ``keeps=False`` takes part, and gets None in place of each tensor.
+    A rank with ``keeps=False`` takes part too, but gets None in place of each tensor.
     """
 
     def gather(_: str, tensor: Any) -> Any:
@@ -100,14 +101,14 @@ def create_shard_loader(model: nn.Module, optimizer: torch.optim.Optimizer) -> T
         targets[f"optimizer.state.{index}"] = parameter
 
     def load_shard(name: str, tensor: Tensor) -> Tensor:
-        # optimizer.state.0.exp_avg, for example, is sharded like parameter 0.
+        # For example, optimizer.state.0.exp_avg is sharded like parameter 0.
         owner = name.rpartition(".")[0]
         target: Any = targets.get(name, targets.get(owner))
         is_sharded = hasattr(target, "device_mesh") and target.shape == tensor.shape
         if not is_sharded:
             return tensor.clone()
         if tensor.is_meta:
-            # The checkpoint has shards, which are read into this tensor later.
+            # The checkpoint stores this tensor in shards, which are read into it later.
             return torch.empty_like(target, dtype=tensor.dtype, requires_grad=False)
         tensor = tensor.to(target.device)
         return distribute_tensor(tensor, target.device_mesh, target.placements, src_data_rank=None)
@@ -122,13 +123,12 @@ def write_shards(group: dist.ProcessGroup, content: Content, path: Path) -> Path
 
     Args:
         group: the process group of the ranks.
-        content: the values to save. Each rank has its own shards, and the first rank saves the
-            values that are not sharded.
+        content: the values to save. Each rank saves its own shards, and rank 0 saves the values
+            that are not sharded.
         path: the folder. If it exists, the new folder is named ``path-again``.
 
     Returns:
-        The folder's path on the first rank. The other ranks return ``path``, even if the folder
-        has another name.
+        On rank 0, the path of the new folder. On other ranks, always ``path``.
 
     Raises:
         CheckpointError: a rank cannot write. All ranks raise it, and no files are left.
@@ -149,7 +149,7 @@ def write_shards(group: dist.ProcessGroup, content: Content, path: Path) -> Path
         shutil.rmtree(writer.path, ignore_errors=True)
         rank, (error, _) = next(iter(failure.failures.items()))
         if isinstance(error, OSError):
-            # The full message would also name a file in the temporary folder.
+            # The whole message would also name a file in the temporary folder.
             reason = error.strerror
             if not reason:
                 reason = str(error).rpartition(": ")[2]
@@ -161,10 +161,10 @@ def write_shards(group: dist.ProcessGroup, content: Content, path: Path) -> Path
 
 
 class _FolderWriter(FileSystemWriter):
-    """Writes shards into a temporary folder, which it completes and renames to ``final``."""
+    """Writes shards into a temporary folder, and renames it to ``final`` once it is complete."""
 
     def __init__(self, path: Path, values: Content) -> None:
-        # With copies ahead of writing, torch would use the current stream of the writer's thread,
+        # If torch copied ahead of writing, it would use the current stream of the writer's thread,
         # which belongs to the first GPU.
         temporary = path.with_name(f".{path.name}.tmp")
         super().__init__(temporary, per_thread_copy_ahead=0, sync_files=False)
@@ -181,7 +181,7 @@ class _FolderWriter(FileSystemWriter):
         return written
 
     def finish(self, metadata: Any, results: Any) -> None:
-        """Complete the folder, on the first rank, after all ranks have written."""
+        """Complete the folder on rank 0, after all ranks have written."""
         super().finish(metadata, results)
         # Some versions of torch complete a copy of `metadata`, so it is read from the file.
         metadata = FileSystemReader(self.path).read_metadata()

@@ -1,6 +1,6 @@
 """Parts of the built-in trainer's step: number format, loss, optimizer, schedule and counters.
 
-`vision.trainer` puts them together in the attempt's process.
+`vision.trainer` combines them in the attempt's process.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ log = logging.getLogger("robust_train.vision")
 class Precision:
     """The number format of a run.
 
-    On a GPU, it is bfloat16, or float16 with loss scaling (Micikevicius et al. 2017,
-    arXiv:1710.03740) if the GPU has no bfloat16. On the CPU, it is float32, because most CPUs only
-    emulate bfloat16, which is slower.
+    Mixed precision uses bfloat16 on a GPU, or float16 with loss scaling (Micikevicius et al. 2017,
+    arXiv:1710.03740) if the GPU does not support bfloat16. The CPU always uses float32, because
+    most CPUs only emulate bfloat16, which is slower.
     """
 
     def __init__(self, device: torch.device, *, mixed: bool) -> None:
@@ -38,12 +38,12 @@ class Precision:
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype is torch.float16)
 
     def autocast(self) -> torch.autocast:
-        """Return the context for each forward pass."""
+        """Return the context manager for a forward pass."""
         return torch.autocast("cuda", self.dtype, self.dtype is not torch.float32)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Return images and labels on ``device``. Copies from pinned memory do not block."""
+    """Return a batch's images and labels on ``device``. Copies from pinned memory do not block."""
     is_gpu = device.type == "cuda"
     images_BCHW, labels_B = batch
     images_BCHW = images_BCHW.to(device, non_blocking=is_gpu)
@@ -73,8 +73,8 @@ def make_optimizer(
 ) -> torch.optim.AdamW:
     """Return AdamW (Loshchilov & Hutter 2017, arXiv:1711.05101) for the trained parameters.
 
-    Vectors (biases and the scales of norms) have no weight decay. With ``fused``, a single GPU
-    kernel makes the update. It also skips a bad update, so the host need not wait for the loss.
+    Vectors (biases and the scales of norms) have no weight decay. With ``fused``, one GPU kernel
+    makes the update. It can skip a bad update itself, so the host need not wait for the loss.
     """
     trained = [p for p in parameters if p.requires_grad]
     matrices = [p for p in trained if p.ndim >= 2]
@@ -101,13 +101,13 @@ def with_kernels_of(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) 
 class CosineSchedule:
     """Linear warm-up, then half a cosine to zero (Loshchilov & Hutter 2016, arXiv:1608.03983).
 
-    The rate is a function of the samples seen, without state. A resumed run therefore continues the
-    schedule, even with another number of samples in a step.
+    The schedule has no state: the rate depends only on the number of samples seen. So a resumed run
+    continues the schedule, even with a different number of samples in a step.
 
     Attributes:
         peak: the largest rate.
         total_samples: the samples of all epochs together.
-        warmup_fraction: the share of ``total_samples`` with a rising rate.
+        warmup_fraction: the share of ``total_samples`` during which the rate rises.
     """
 
     peak: float
@@ -115,9 +115,9 @@ class CosineSchedule:
     warmup_fraction: float
 
     def rate(self, samples_seen: int, step_samples: int) -> float:
-        """Return the learning rate of a step of ``step_samples`` after ``samples_seen``."""
+        """Return the rate of a step of ``step_samples`` samples after ``samples_seen`` samples."""
         warmup = self.warmup_fraction * self.total_samples
-        # While the rate rises, the end of the step counts. Otherwise the first step's rate is 0.
+        # During the warm-up, the end of the step counts. Otherwise the first rate would be 0.
         if samples_seen + step_samples <= warmup:
             return self.peak * (samples_seen + step_samples) / warmup
         rest = max(self.total_samples - warmup, 1)
@@ -127,12 +127,12 @@ class CosineSchedule:
 
 @dataclass
 class EpochPosition:
-    """The position of a run, which does not depend on the size of micro-batches.
+    """The position of a run, in units that do not depend on the micro-batch size.
 
     Attributes:
         step: the number of optimizer steps done.
         epoch: the current epoch, counted from 0.
-        samples: the samples of this epoch that are done. During validation, these are all samples.
+        samples: the samples of this epoch that are done. During validation, all of them are.
     """
 
     step: int = 0
@@ -142,14 +142,14 @@ class EpochPosition:
 
 @dataclass(frozen=True)
 class Score:
-    """Accuracy (0 to 1) and mean cross-entropy in nats over a split."""
+    """Accuracy (from 0 to 1) and mean cross-entropy (in nats) over a split."""
 
     accuracy: float
     loss: float
 
 
 class LossAverage:
-    """A mean loss over samples. It is summed on the device, so only reading it waits."""
+    """A mean loss over samples. The sum is kept on the device, so only reading it waits."""
 
     def __init__(self, total: float = 0.0, samples: int = 0) -> None:
         self._total: Tensor | float = total

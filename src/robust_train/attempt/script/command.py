@@ -92,7 +92,7 @@ def train(cfg: DictConfig, run: Run) -> Json:
         template += config.trainer.resume_argv
     argv = tuple(values.fill(word) for word in template)
     script = WatchedScript(run, cwd, watch, checkpoint)
-    # From here on a signal is for the script, and does not interrupt this process.
+    # From here on, a signal is meant for the script, and does not interrupt this process.
     if run.should_stop():
         raise TrainingStopped("asked to stop before the script was started")
     live.reports.send(ScriptStarted(argv, str(cwd)))
@@ -222,7 +222,7 @@ def _most_ranks(config: RobustConfig, run: Run) -> int:
 def _build_environment(
     argv: tuple[str, ...], values: ScriptValues, most_ranks: int, events: Path
 ) -> dict[str, str]:
-    """Return the environment of a script: this process's, with the values of the attempt."""
+    """Return a script's environment: this process's environment with the attempt's values."""
     return {
         # Otherwise a Python script's output would appear only when a buffer is full, and be lost if
         # it is killed.

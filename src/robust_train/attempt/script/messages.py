@@ -116,8 +116,10 @@ def _parse_documented(name: str, fields: dict[str, events.Json]) -> events.Event
 
 
 class LineReader:
-    """Reads lines that a script appends to a file. Memory is bounded, and so is the disk space,
-    because the blocks of lines that were read are released."""
+    """Reads lines that a script appends to a file, in bounded memory and disk space.
+
+    Disk blocks are released once their lines have been read.
+    """
 
     def __init__(self, path: Path, *, block_bytes: int = 1 << 20) -> None:
         self._path = path

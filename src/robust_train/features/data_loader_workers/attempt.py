@@ -1,7 +1,7 @@
 """Records whether the trainer uses the number of data-loader workers in its config.
 
-The runner calls `ReadsWorkers.evidence` in the attempt when an attempt fails. If the trainer
-ignores the number, the launcher cannot reduce its workers.
+When an attempt fails, the runner calls `ReadsWorkers.evidence` in the attempt's process. If the
+trainer ignores the number, the launcher cannot reduce its workers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Counts an attempt's data-loader workers, and checks how much memory they hold.
 
-In the launcher, `WorkersWatch` looks at the attempt's processes while it runs, and sends the result
+In the launcher, `WorkersWatch` checks the attempt's processes while it runs, and sends the result
 when the attempt ends. `DataLoaderWorkers` adds the result to the evidence of a failure.
 """
 
@@ -39,7 +39,7 @@ class WorkersWatch(Watch):
     ) -> None:
         super().__init__(request, pids, send)
         self._send = send
-        self._workers = Workers()  # the workers of the last look that found any
+        self._workers = Workers()  # the workers at the last poll that found any
         self._began_at = time.monotonic()
         self._looked_at = self._began_at
         self._next_look = self._began_at + TICK_SECONDS
@@ -58,8 +58,10 @@ class WorkersWatch(Watch):
         return None
 
     def close(self) -> None:
-        """Send the number of workers. Zero is sent only if the last look was late enough to be
-        sure that the trainer uses no workers."""
+        """Send the number of workers.
+
+        Zero is sent only if the last poll was late enough to show that the trainer uses no workers.
+        """
         seconds = time.monotonic() - self._began_at
         is_late = self._looked_at - self._began_at >= _LATE * seconds
         workers = self._workers

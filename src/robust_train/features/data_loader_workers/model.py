@@ -17,12 +17,11 @@ _NEEDS_WORKERS = re.compile(r"persistent_workers|prefetch_factor|num_workers|mul
 
 
 def reduce_workers(context: FailureContext) -> Retry | None:
-    """Halve the data-loader workers if they fill the host's memory or die. Each worker then
-    prefetches fewer batches too.
+    """Halve the number of data-loader workers if they fill the host's memory or die.
 
-    If they fill the memory, at least one worker stays, because many programs cannot load data in
-    the training process. The built-in trainer can. If workers die, the job tries once without
-    workers.
+    Each worker then prefetches fewer batches too. If they fill the memory, at least one worker
+    stays, because many programs cannot load data in the training process. The built-in trainer can.
+    If workers die, the job tries once without workers.
     """
     evidence = context.evidence
     seen = evidence.of(WorkersFinding)

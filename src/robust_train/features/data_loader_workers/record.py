@@ -1,7 +1,7 @@
 """The data-loader workers in an attempt's spec, in its record, and in the finding of its failure.
 
-All of these are values of the launcher. `.launcher` counts the workers of an attempt and adds the
-note and the finding. The remedies in `.model` read the finding and choose the next knob.
+All of these exist in the launcher only. :mod:`.launcher` counts the workers of an attempt and adds
+the note and the finding. The remedies in :mod:`.model` read the finding and choose the next knob.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Ends the foreground command as soon as the job in the background waits or trains.
+"""Lets the foreground command exit as soon as the job in the background waits or trains.
 
-The launcher of a detached job runs in the background. The command that started it waits for a
-message, prints it and exits.
+The launcher of a detached job runs in the background. The command that started the launcher waits
+for a message from it, prints the message and exits.
 """
 
 from __future__ import annotations

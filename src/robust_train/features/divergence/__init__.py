@@ -1,4 +1,4 @@
-"""Detects a loss that is no longer usable, and resumes training from before the divergence."""
+"""Divergence: detects a loss that is no longer usable, and retrains from before that point."""
 
 from robust_train.features.divergence.model import DivergenceKeys
 from robust_train.model.feature import Feature

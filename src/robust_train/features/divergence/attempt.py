@@ -53,7 +53,7 @@ class Losses:
     bad_loss: float = 0.0  # the last bad loss
     bad: int = 0  # number of bad losses in a row
     not_finite: int = 0  # number of losses among them that are not finite
-    # Recent good losses. Without the detection of spikes, only the last good loss.
+    # Recent good losses, or only the last good loss if spikes are not detected.
     recent: tuple[float, ...] = ()
 
     def after(self, step: int, loss: float, plan: DivergenceKeys) -> Losses:
@@ -184,7 +184,7 @@ class Guard(LossWatch):
             self._look_at(step, figure)
 
     def _look_at(self, step: int, loss: float) -> None:
-        """Add a loss.
+        """Record a loss.
 
         Raises:
             TrainingDiverged: training has diverged.

@@ -1,6 +1,6 @@
-"""The keys of divergence, and its remedies: an earlier checkpoint, then a lower learning rate.
+"""Keys and remedies for divergence: an earlier checkpoint, then a lower learning rate. Pure.
 
-`assembly.load_remedies` orders them, and ``policy.decide`` calls them in the launcher. Pure.
+`assembly.load_remedies` orders the remedies, and ``policy.decide`` calls them in the launcher.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from robust_train.model.feature import FeatureKeys
 from robust_train.model.spec import Retry
 from robust_train.policy.context import FailureContext
 
-# The learning rate of the next try, as a share of the last.
+# The factor by which each further try lowers the learning rate.
 _LESS_LEARNING = 0.5
 
 
@@ -45,7 +45,7 @@ class DivergenceKeys(FeatureKeys):
 
 
 def return_to_good_checkpoint(context: FailureContext) -> Retry | None:
-    """Retry once from the last good checkpoint: data or chance may have been the cause."""
+    """Retry once from the last good checkpoint, because the data or chance may be the cause."""
     if not context.evidence.has_checkpoint or context.failures_without_progress > 1:
         return None
     same_factor = context.last.of(DivergenceKnob).lr_factor
@@ -56,7 +56,7 @@ def lower_learning_rate(context: FailureContext) -> Retry | None:
     """Retry from the last good checkpoint, with a lower learning rate."""
     tries = context.failures_without_progress
     if context.evidence.has_checkpoint:
-        # The first try was at the same learning rate.
+        # The first try kept the learning rate.
         tries -= 1
     if not context.evidence.of(RepeatFinding).reads_lr or tries > context.config.retries:
         return None
@@ -66,8 +66,10 @@ def lower_learning_rate(context: FailureContext) -> Retry | None:
 
 
 def _retry_from_good(context: FailureContext, action: str, lr_factor: float, change: str) -> Retry:
-    """Return the retry from the last good checkpoint. It skips the data of the bad steps if the
-    trainer can do that."""
+    """Return a retry from the last good checkpoint, or from the beginning if none exists.
+
+    It skips the data of the bad steps if the trainer can skip data.
+    """
     skips_to = 0
     skipped_data = ""
     if context.evidence.of(RepeatFinding).passes_over:

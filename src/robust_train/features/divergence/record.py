@@ -50,7 +50,7 @@ class RepeatFinding(Finding):
 
     written_after = "has_checkpoint"
 
-    passes_over: bool = False  # whether it can skip data, see `DivergenceKnob.skips_to`
+    passes_over: bool = False  # whether it can skip data (`DivergenceKnob.skips_to`)
     reads_lr: bool = False  # whether it uses the learning rate of its config
 
 

@@ -1,4 +1,4 @@
-"""Measures and excludes the GPUs of a failed attempt, in the launcher, once its processes ended."""
+"""In the launcher, measures the GPUs of a failed attempt, and excludes faulty GPUs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ class Gpus(InLauncher):
     """Adds the free memory of an attempt's GPU to its record, and excludes GPUs that failed."""
 
     def evidence(self, attempt: Attempt, history: History) -> Attempt:
-        """Add the free memory of the GPU on which the attempt failed. The same call excludes that
-        GPU for all jobs if it is faulty."""
+        """Add the free memory of the GPU on which the attempt failed.
+
+        If that GPU is faulty, it is also excluded for all jobs.
+        """
         free = self.job.driver.devices.record_end(attempt)
         return attempt.having(GpusNote(free.before, free.after))

@@ -1,4 +1,4 @@
-"""Gradient checkpointing: activations are recomputed instead of kept, if no smaller batch fits."""
+"""Gradient checkpointing: activations are not kept but recomputed, if no smaller batch fits."""
 
 from robust_train.model.feature import Feature
 

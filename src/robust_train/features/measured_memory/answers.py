@@ -36,7 +36,7 @@ Said = tuple[dict[str, Json], Sequence[str]]
 
 
 def need(arguments: Namespace) -> Said:
-    """Return what a run, or a program that has run before, needs: data and lines."""
+    """Return the memory that a run, or a program that has run before, needs, as data and lines."""
     words = arguments.program
     # Options of a program belong to it, but a run has none.
     if words[1:] == ["--json"] and not os.path.isfile(words[0]):
@@ -50,7 +50,7 @@ def need(arguments: Namespace) -> Said:
     try:
         run = choose_run(which, dead_too=True, command="need")
     except NotDoneError:
-        # A single word may also be a command, but a run by that name is meant more often.
+        # A single word may also be a command, but users more often mean a run of that name.
         if which is None or shutil.which(which) is None:
             raise
         return _need_of_program(words, arguments)
@@ -66,7 +66,7 @@ def _need_of_program(argv: Sequence[str], arguments: Namespace) -> Said:
         before = need
         code = run_probe(argv, arguments.batch_size)
         need = _known_need(argv, count)
-        # The figure of an earlier run is not an answer: the program may have changed.
+        # A figure from an earlier run is not an answer, because the program may have changed.
         if need == before:
             need = Need()
     elif not need.peaks:
@@ -117,7 +117,7 @@ def _why_unknown(argv: Sequence[str], code: int | None) -> str:
 
 
 def _need_of_run(run: KnownRun) -> Said:
-    """Return what the attempts of a run have held."""
+    """Return the memory that the attempts of a run have held."""
     summary = read_summary(run.run_dir)
     attempts = () if summary is None else summary.attempts
     held = {attempt.number: _find_held(attempt) for attempt in attempts}

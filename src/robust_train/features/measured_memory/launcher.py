@@ -162,8 +162,8 @@ class MeasuredMemory(InLauncher):
         """Adapt the reservation to the peak. Log and keep the peak once it counts as measured."""
         config = self.job.plan.config
         need = add_margin(current.peak)
-        # A declared reservation stands. The reservation by earlier runs or attempts stands until
-        # this attempt is measured.
+        # A reservation that the user declared never falls. A reservation based on earlier runs or
+        # attempts does not fall until this attempt is measured.
         if not config.measures_memory or not current.is_settled:
             need = max(need, config.min_gpu_memory_bytes, self._earlier_bytes)
         most_jobs = None

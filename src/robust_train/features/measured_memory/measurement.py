@@ -19,33 +19,33 @@ from robust_train.model.gpu import GpuInfo
 
 @dataclass
 class Measurement:
-    """What an attempt has held on its GPUs, and how far it has come.
+    """The memory that an attempt has held on its GPUs, and its progress.
 
-    Times are of the monotonic clock, sizes are bytes.
+    Times are on the monotonic clock, and sizes are in bytes.
     """
 
     uuids: tuple[str, ...]  # its GPUs
     used_before: Mapping[str, int]  # memory in use on each GPU before the attempt began, by UUID
     began: float = field(default_factory=time.monotonic)
     next_at: float = 0.0  # when the next sample is due
-    # --- what it held ---
+    # --- memory held ---
     peaks: dict[str, int] = field(default_factory=dict)  # by UUID
     totals: dict[str, int] = field(default_factory=dict)  # the memory of each GPU, by UUID
     history: list[int] = field(default_factory=list)  # the peak of the fullest GPU as it rose
     grew_at: float = field(default_factory=time.monotonic)  # when a peak last rose
-    # --- how far it has come ---
+    # --- progress ---
     first_step: int | None = None  # the first optimizer step that it reported
     last_step: int | None = None
     has_saved: bool = False  # a checkpoint, an epoch or a validation has ended
     is_split: bool = False  # a step ran at a smaller micro-batch than the attempt's
     has_run_out: bool = False  # memory ran out in a step since the last sample
     samples_after_steps: int = 0  # samples since ten steps were done
-    # --- what is concluded ---
+    # --- conclusions ---
     is_settled: bool = False  # the peak counts as measured
     takes_all: bool = False  # the program takes most of a GPU whatever it needs
     is_reported: bool = False  # a line has shown the measured peak
     has_blamed: bool = False  # a warning has named other processes as the cause of a shortage
-    # --- what NVML shows ---
+    # --- figures from NVML ---
     has_figures: bool = False  # NVML has shown the memory of a process of the job
     shared: set[str] = field(default_factory=set)  # UUIDs of GPUs on which another job was seen
 
@@ -82,11 +82,11 @@ class Measurement:
         elif isinstance(event, MicroBatchChanged):
             self.is_split = True
             self.has_run_out = True
-            # The cause of the shortage is looked for at once, before other processes free memory.
+            # Look for the cause of the shortage at once, before other processes free memory.
             self.next_at = 0.0
 
     def raise_peaks(self, gpus: Sequence[GpuInfo], held: Sequence[int | None]) -> None:
-        """Raise the peaks to what the attempt holds now on each GPU. None is unknown."""
+        """Raise the peaks to the bytes that the attempt holds on each GPU now, None if unknown."""
         for gpu, size in zip(gpus, held, strict=True):
             if size is not None and size > self.peaks.get(gpu.uuid, 0):
                 self.peaks[gpu.uuid] = size

@@ -59,8 +59,8 @@ def choose_reservation(peak_bytes: int, capacity_bytes: int) -> int:
     """Return the bytes to reserve for a peak on a GPU with ``capacity_bytes`` for all jobs.
 
     A measurement never prevents a job from starting. If the GPU has no room for the margin, the
-    margin shrinks, and a little is left for a desktop. A peak that the GPU cannot hold was measured
-    on another GPU model or was extrapolated. The job then gets the GPU and recovers by itself.
+    margin shrinks, and a little memory is left for a desktop. A peak that the GPU cannot hold was
+    measured on another model or extrapolated. The job then gets the GPU and recovers by itself.
     """
     most = int(_MOST_OF_A_GPU * capacity_bytes)
     if peak_bytes <= capacity_bytes:
@@ -71,9 +71,8 @@ def choose_reservation(peak_bytes: int, capacity_bytes: int) -> int:
 def estimate_peak(peaks: Mapping[int, int], micro_batch: int) -> int | None:
     """Estimate the peak at a micro-batch size from measured peaks. Return None if unknown.
 
-    Memory is an affine function of the micro-batch size: a constant for the weights and the
-    optimizer, plus an amount per sample. A single measured peak is an upper limit for smaller
-    sizes.
+    Memory is affine in the micro-batch: a constant part for weights and optimizer, and a part for
+    each sample. A single peak is only an upper bound for smaller micro-batches.
     """
     if micro_batch in peaks:
         return peaks[micro_batch]
@@ -126,16 +125,16 @@ def find_largest_fitting(peaks: Mapping[int, int], room_bytes: int) -> int | Non
 class Sample:
     """NVML's figures for a GPU on which a job runs, at one moment."""
 
-    used_bytes: int  # memory that any process uses
-    before_bytes: int  # the same before the attempt began
-    # Bytes that each process of the job holds on it, None if NVML does not report them.
+    used_bytes: int  # memory used by all processes
+    before_bytes: int  # memory used before the attempt began
+    # Bytes that each process of the job holds there, None if NVML does not say.
     ours: tuple[int | None, ...] = ()
     others: int = 0  # number of other processes that NVML lists on it
     is_listed: bool = True  # whether NVML lists processes, by the pids that they have here
     is_alone: bool = True  # whether no other job of the queue has used it since the attempt began
 
     def by_process(self) -> int | None:
-        """Return the bytes that NVML counts for the job's processes, or None if unavailable."""
+        """Return the bytes that NVML counts for the job's processes, or None if unknown."""
         sizes = [size for size in self.ours if size is not None]
         return sum(sizes) if sizes and len(sizes) == len(self.ours) else None
 

@@ -99,7 +99,7 @@ def _find_gpus(plan: Plan) -> Group:
 
 
 def _find_capacity(gpus: Group, count: int) -> int | None:
-    """Return the least memory among the ``count`` largest GPUs, or None if unknown."""
+    """Return the smallest memory size among the ``count`` largest GPUs, or None if unknown."""
     sizes = sorted((gpu.capacity_bytes for gpu in gpus if gpu.capacity_bytes), reverse=True)
     return sizes[count - 1] if len(sizes) >= count else None
 
@@ -129,7 +129,7 @@ def _find_file(module: str) -> str:
 
 
 def _read_written_config(plan: Plan) -> Any:
-    """Return a job's config, in which only environment variables are resolved.
+    """Return a job's config with only environment variables resolved.
 
     Most other interpolations refer to keys of the same config. The rest, such as ``${now:…}`` and
     Hydra's folders, have a different value in each run of the same job.

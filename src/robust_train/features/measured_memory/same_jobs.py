@@ -1,7 +1,7 @@
-"""Decides which jobs need the same memory: those with the same fingerprint. Pure.
+"""Decides which jobs need the same memory, by giving them the same fingerprint. Pure.
 
 :mod:`.recall` calls it in the launcher and in the command ``need``. Two runs of ``train.py --lr 1``
-and ``train.py --lr 2`` have the same fingerprint, because a learning rate changes no memory.
+and ``train.py --lr 2`` have the same fingerprint, because the learning rate does not change memory.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def drop_labels(argv: Sequence[str]) -> list[str]:
 def locate_program(argv: Sequence[str], folder: str) -> list[str]:
     """Return a command line whose files are known wherever it is run.
 
-    A program that no word of it leads to, such as ``python -m train``, is another program in
-    another folder.
+    If no word of the command line leads to the program, as in ``python -m train``, the same words
+    mean another program in another folder.
     """
     words = [
         os.path.realpath(os.path.join(folder, word))

@@ -29,8 +29,8 @@ def read_sample(gpu: GpuInfo, queue: HostQueue, current: Measurement) -> Sample:
     our_pids = find_pids(gpu, queue.job_id)
     ours = tuple(row.used_bytes for row in processes if row.pid in our_pids)
     shows_sizes = bool(ours) and None not in ours
-    # The other jobs matter only if their memory cannot be distinguished from ours, and reading
-    # their records means reading files.
+    # The other jobs matter only if their memory cannot be separated from ours. They are read from
+    # files.
     if not shows_sizes and gpu.uuid not in current.shared and _has_other_jobs(queue, gpu.uuid):
         current.shared.add(gpu.uuid)
     return Sample(

@@ -1,6 +1,6 @@
 """Stores the measured peaks of this user's jobs in a small file.
 
-The file is only a help: if it is damaged, its content is lost and one line is logged.
+No job depends on it: if the file is damaged, its content is lost and one line is logged.
 """
 
 from __future__ import annotations
@@ -43,11 +43,10 @@ class Need:
         """Return the need with a new measurement.
 
         A measurement of a whole run replaces an earlier measurement at the same size. Otherwise the
-        larger value counts, because the run may have reached its peak before or after the
-        measurement.
+        larger of the two counts, because the run may have peaked before or after the measurement.
         """
         sizes = {**self.peaks.get(gpu, {})}
-        # The order is by age, the newest last.
+        # Ordered by age, newest last.
         earlier = sizes.pop(micro_batch, 0)
         sizes[micro_batch] = peak_bytes if is_whole else max(peak_bytes, earlier)
         newest = dict(list(sizes.items())[-MOST_SIZES:])
@@ -56,7 +55,7 @@ class Need:
     def on(self, gpus: Collection[str] = ()) -> Mapping[int, int]:
         """Return the largest peak at each micro-batch on GPUs of these models, in bytes.
 
-        If none was measured on these models, peaks on all models count.
+        If no peak was measured on these models, the peaks on all models count.
         """
         models = self.peaks.keys() & set(gpus)
         if not models:
@@ -84,7 +83,7 @@ def needs_file() -> Path:
 
 
 def read_needs(path: Path | None = None) -> dict[str, Need]:
-    """Return the needs by fingerprint. If the file cannot be used, log a line and return none."""
+    """Return the needs by fingerprint. If the file is unusable, log a line and return no needs."""
     try:
         path = path or needs_file()
         return _read(path)
@@ -135,8 +134,10 @@ def remember(
     *,
     is_whole: bool = True,  # a run was measured from its start to its end
 ) -> None:
-    """Keep a measurement. Never raises: a full disk, or a lock that another process does not
-    release in time, costs the measurement."""
+    """Store a measurement. Never raises.
+
+    The measurement is lost if the disk is full, or if another process holds the lock for too long.
+    """
     with contextlib.suppress(OSError):
         path = path or needs_file()
         path.parent.mkdir(0o700, parents=True, exist_ok=True)
@@ -153,21 +154,21 @@ def remember(
 
 
 def _write(path: Path, needs: Mapping[str, Need], now: float) -> None:
-    """Write the file without the oldest entries."""
+    """Write the file, dropping the oldest entries."""
     young = {
         name: need for name, need in needs.items() if abs(now - need.seen) < MOST_DAYS * 24 * 3600
     }
     newest = sorted(young, key=lambda name: young[name].seen)[-MOST_JOBS:]
-    # JSON makes the sizes text, because its keys are text.
+    # The sizes become text, because keys in JSON are text.
     jobs = {name: {"seen": young[name].seen, "peaks": young[name].peaks} for name in newest}
     write_json(path, {"version": _VERSION, "jobs": jobs})
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Hold the write lock of the file's neighbour: the file itself is replaced by each writer.
+    """Hold a write lock on a neighbouring file, because each writer replaces the file itself.
 
-    Yields whether the lock was free within a second: the launcher that measures waits no longer.
+    Yields whether the lock became free within a second. The launcher must not wait longer.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(path.with_suffix(".lock"), flags, 0o600)

@@ -70,7 +70,7 @@ class CacheChecks:
 
     The cache is emptied if at least ``threshold`` of it is unused. If training then needs the
     memory again, it has to request it from the driver, which is slow. So the gap to the next check
-    doubles each time that the cache is emptied. A check that finds less unused memory resets the
+    doubles each time the cache is emptied. A check that finds less unused memory resets the
     gap.
     """
 
@@ -110,7 +110,7 @@ class MemoryUpkeep(InAttempt):
 
     def __init__(self, live: LiveAttempt, config: RobustConfig) -> None:
         super().__init__(live, config)
-        # How often torch had to empty its cache until the current step, None if unknown.
+        # How many times torch had to empty its cache until the current step, None if unknown.
         self._alloc_retries: int | None = None
         self._tight_steps = 0  # steps in a row in which torch had to empty its cache
         self._has_warned = False

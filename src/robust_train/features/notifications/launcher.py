@@ -1,7 +1,7 @@
 """Notifies users of a job's events, in the launcher.
 
-`Notifications` passes events and the job's state to `children.notifier`, which decides what is
-worth a message and delivers each in a process of its own.
+`Notifications` passes events and the job's state to `children.notifier`, which decides which of
+them are worth a message, and delivers each message in a separate process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Notifications(InLauncher):
     def close(self) -> None:
         """Send a notification about the end, and wait a moment for the last deliveries.
 
-        The end of the job is already on the disk, so a signal only cuts the last deliveries short.
+        The end of the job is already on disk, so a signal only cuts the last deliveries short.
         """
         with self.job.signals.hand_signals_to(lambda signum: self._notifier.hurry()):
             self._notifier.poll(self.job.state)

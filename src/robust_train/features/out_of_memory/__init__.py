@@ -1,4 +1,4 @@
-"""Collects the evidence of out-of-memory failures, and has the remedies for them."""
+"""Out of memory: the evidence that a failure leaves, and the remedies."""
 
 from robust_train.model.feature import Feature
 

@@ -1,5 +1,4 @@
-"""Finds out whether host memory ran out although the failure's message does not say so, in the
-launcher."""
+"""In the launcher, finds out whether host memory ran out if the failure's message does not say."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from robust_train.model.attempt import Attempt
 
 
 class OutOfMemory(InLauncher):
-    """Recognises a lack of memory by the process's peak and by earlier attempts."""
+    """Recognises a lack of memory from the process's peak and from earlier attempts."""
 
     def evidence(self, attempt: Attempt, history: History) -> Attempt:
         """Return the attempt, with a lack of host memory as its failure if that is the cause."""

@@ -50,7 +50,7 @@ _ASSIGNED = re.compile(
 _CHANGING = re.compile(
     r"_|PWD|OLDPWD|SHLVL|RANDOM|SECONDS|LINENO|PPID|HOSTNAME|TERM|COLUMNS|LINES|SSH_\w+"
     r"|CUDA_VISIBLE_DEVICES|ROBUST_TRAIN_\w+|TMPDIR"
-    # Variables of ranks, and of the machine that a scheduler assigns.
+    # Variables that describe ranks, or the machine that a scheduler assigns.
     r"|(?:LOCAL_|NODE_|GROUP_)?RANK|(?:LOCAL_)?WORLD_SIZE|MASTER_(?:ADDR|PORT)"
     r"|(?:TORCHELASTIC|PET|OMPI|PMIX?)_\w+|SLURM_(?!JOB_ID$|ARRAY_)\w+"
 )
@@ -141,7 +141,7 @@ class Provenance:
             self._thread.start()
 
     def read_summary(self) -> dict[str, Json] | None:
-        """Return the part for ``summary.json``, or None if the thread takes too long."""
+        """Return the record's part for ``summary.json``, or None if the thread takes too long."""
         if self._thread.ident is not None:
             self._thread.join(_WRITE_SECONDS)
         return self._summary

@@ -1,4 +1,4 @@
-"""Records a job's environment, and warns of changes since its last launch, in the launcher."""
+"""In the launcher, records a job's environment and warns of changes since its last launch."""
 
 from __future__ import annotations
 
@@ -29,12 +29,11 @@ class RecordsProvenance(InLauncher):
     def __init__(self, job: JobView) -> None:
         super().__init__(job)
         self._record: Provenance | None = None
-        # The variables that the command reads by name, and the digests of the config files.
+        # The variables that the command mentions, and the digests of the config files.
         self._facts: dict[str, Json] = {}
 
     def event(self, event: Event, attempt: Attempt | None) -> None:
-        """Compare with the last launch when the job starts, and write the record once the device is
-        known."""
+        """Warn of changes when the job starts, and write the record once its device is known."""
         if isinstance(event, JobStarted):
             self._warn_of_changes()
         elif isinstance(event, DeviceAcquired):
@@ -69,7 +68,7 @@ class RecordsProvenance(InLauncher):
         }
 
     def end(self, summary: Summary) -> Summary:
-        """Return the summary with the short form of the record."""
+        """Return the summary with a short form of the record added."""
         if self._record is None:
             return summary
         return replace(summary, environment=self._record.read_summary())

@@ -1,5 +1,4 @@
-"""Writes the report page of a job that has ended, and adds goodput and advice to its summary, in
-the launcher."""
+"""In the launcher, writes the report page of an ended job, and completes its summary."""
 
 from __future__ import annotations
 
@@ -17,8 +16,10 @@ class ReportPage(InLauncher):
     """Reads the job's record once, for the summary and for the page."""
 
     def end(self, summary: Summary) -> Summary:
-        """Add goodput and advice to the summary, and write the page that shows both. A figure that
-        cannot be computed is left out."""
+        """Add goodput and advice to the summary, and write the page that shows both.
+
+        A figure that cannot be computed is left out.
+        """
         words = self.job.plan.words
         sources = compute_or_warn("the record", lambda: read_sources(summary.run_dir))
         if sources is None:

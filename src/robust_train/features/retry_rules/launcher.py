@@ -12,12 +12,14 @@ class RetryRules(InLauncher):
     """Finds the user's rule for each failure, and follows it."""
 
     def evidence(self, attempt: Attempt, history: History) -> Attempt:
-        """Return the attempt with the number of the rule that applies. No rule applies to an
-        attempt that was stopped."""
+        """Return the attempt with the number of the rule that applies.
+
+        No rule applies to an attempt that was stopped.
+        """
         if not self.job.driver.has_remedies or self.job.was_stopped(attempt):
             return attempt
         return with_rule(self.job.policy, tuple(history), attempt)
 
     def overrule(self, history: History) -> Decision | None:
-        """Return the rule's decision, None if no rule applies."""
+        """Return the rule's decision, or None if no rule applies."""
         return decide_by_rule(self.job.policy, tuple(history))

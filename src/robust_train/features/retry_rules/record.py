@@ -9,6 +9,6 @@ from robust_train.model.attempt import Note
 
 @dataclass(frozen=True)
 class RuleNote(Note):
-    """The user rule that applies to a failure. The note is in no file."""
+    """The user rule that applies to a failure. Not written to any file."""
 
     rule: int | None = None  # its number in `retry.rules`

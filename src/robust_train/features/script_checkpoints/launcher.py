@@ -1,4 +1,4 @@
-"""Logs a script's command and warns of missing or unusable checkpoints, in the launcher."""
+"""In the launcher, logs a script's command and warns of missing or unusable checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger("robust_train")
 
 
 class ScriptCheckpoints(InLauncher):
-    """Warns once if the pattern matches no file, and of each file that cannot be used."""
+    """Warns once if the pattern matches no file, and about each file that cannot be used."""
 
     def __init__(self, job: JobView) -> None:
         super().__init__(job)
@@ -26,7 +26,7 @@ class ScriptCheckpoints(InLauncher):
         """Log the command, and the problems with checkpoints."""
         match event:
             case ScriptStarted():
-                # The attempt does not log it, because its output is evidence.
+                # The attempt does not log the command, because its output is evidence.
                 log.info("running %s", shlex.join(event.argv))
             case CheckpointUnused(text=text):
                 if text != self._unused:

@@ -1,4 +1,4 @@
-"""Logs each cause of slow training once, if it costs much time."""
+"""Slow training: a cause that costs a lot of time is logged once."""
 
 from robust_train.model.feature import Feature
 

@@ -50,7 +50,7 @@ class SlowTraining(InLauncher):
             self._watch.on_event(event)
 
     def tick(self, attempt: Attempt | None) -> Pause | None:
-        """Look for causes that cost much time."""
+        """Look for causes that cost a lot of time."""
         if self._watch is not None and attempt is not None:
             self._watch.poll()
         return None
@@ -118,7 +118,7 @@ class SlowWatch:
             self._send(replace(worst, share=round(worst.share, 3)))
 
     def _find_causes(self, now: float) -> dict[str, Slow]:
-        """Return the present causes that cost much time, by name."""
+        """Return the current causes that cost a lot of time, by name."""
         speeds = list(self._speed.values())
         longest = max((3 * speed.seconds_per_step for speed in speeds), default=0.0)
         if now - self._measured_at > max(2 * _POLL_SECONDS, longest):

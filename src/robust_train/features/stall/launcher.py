@@ -74,7 +74,7 @@ _SHORTEST_TICK_LIMIT = 1.0
 _LONGEST_TICK_LIMIT = 5.0
 """Bounds of the longest time between two ticks that counts, in seconds. The value depends on the
 stall limit. If more time has passed, the launcher was suspended or the machine slept."""
-_LOOKS = 20  # the number of looks at the processes within the limit
+_LOOKS = 20  # how many times the processes are checked within the limit
 # An attempt is alive if it used this much CPU time (a share of the time, and a constant) or moved
 # this many bytes since the last look, or if its GPU is this busy now.
 _CPU_SHARE = 0.02
@@ -86,7 +86,7 @@ _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 @dataclass(frozen=True)
 class _Glance:
-    """The trainer's processes at one moment."""
+    """The state of the trainer's processes at one moment."""
 
     at: float
     cpu_seconds: float
@@ -198,7 +198,7 @@ class StallWatch(Watch):
     def detect_hang(self) -> Standstill | None:
         """Return the standstill if the attempt hangs, otherwise None. Warns at half of the limit.
 
-        The processes are looked at only a few times within the limit, because that takes longer
+        The processes are checked only a few times within the limit, because a check takes longer
         than a tick.
         """
         self._let_time_pass()
@@ -207,7 +207,7 @@ class StallWatch(Watch):
             return None
         self._next_look = self._ticked + measured.limit_seconds / _LOOKS
         self._look()
-        # The look may have found a sign of life.
+        # The check may have found a sign of life.
         measured = measure_standstill(self._limit_seconds, self._pulse) or measured
         self._warn(measured)
         is_hang = measured.share >= 1 and not self._is_suspended
@@ -222,7 +222,7 @@ class StallWatch(Watch):
         self._ticked = now
 
     def _look(self) -> None:
-        """Look at the attempt's processes and GPUs for signs of life."""
+        """Check the attempt's processes and GPUs for signs of life."""
         before = self._glance
         now = self._take_glance()
         was_suspended = self._is_suspended
@@ -404,8 +404,8 @@ def nccl_variables(environ: Mapping[str, str], run_dir: Path, attempt: int) -> d
     """Return variables with which each rank writes its record to ``attempt-<n>.nccl-<rank>``, on
     request and at torch's own time-out.
 
-    Empty if the user has set any of the files, or if the file system does not support pipes: then
-    torch would end the ranks.
+    Empty if the user has set any of the files, or if the file system does not support pipes,
+    because torch would then end the ranks.
     """
     if any(name in environ for name in _FILES):
         return {}

@@ -1,8 +1,8 @@
 """Decides whether an attempt hangs, from the signs of life that :mod:`.launcher` sees. Pure.
 
-An attempt hangs if it makes no progress for longer than a limit. The user sets the limit, or it is
-learned: five times the longest pause between two reports of progress so far, and at least ten
-minutes.
+An attempt hangs if it makes no progress for longer than a limit. The user can set the limit. A
+learned limit is five times the longest pause between two reports of progress so far, and at least
+ten minutes.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from robust_train.config.values import AUTO, FROM_0, key
 from robust_train.model.feature import FeatureKeys
 from robust_train.readable import duration
 
-SHORTEST_SECONDS = 600.0  # no learned limit is shorter
-STARTUP_SECONDS = 1800.0  # before the first progress, no learned limit is shorter
+SHORTEST_SECONDS = 600.0  # the shortest learned limit
+STARTUP_SECONDS = 1800.0  # the shortest learned limit before the first progress
 _LONGEST_PAUSES = 5.0  # the learned limit, as a multiple of the longest pause so far
 # The limit of an attempt that computes or prints, as a multiple of the learned limit.
 _BUSY_TIMES = 12.0
@@ -36,31 +36,31 @@ class StallKeys(FeatureKeys):
 
     @property
     def timeout_seconds(self) -> float | None:
-        """Seconds without progress after which an attempt hangs. 0: never, None: learned."""
+        """Seconds without progress after which an attempt hangs. 0 means never, None learned."""
         return None if self.stall_timeout_minutes is None else 60 * self.stall_timeout_minutes
 
 
 @dataclass(frozen=True)
 class Pulse:
-    """Signs of life of an attempt, in seconds on a clock that stops while it is suspended.
+    """Times of an attempt's signs of life, in seconds on a clock that stops during a suspension.
 
-    Progress is reported from the first optimizer step on. Output, CPU time, a busy GPU and any
-    event are signs of life too.
+    Progress is reported from the first optimizer step onwards. Output, CPU time, a busy GPU and
+    events of any kind are signs of life too.
     """
 
     now: float = 0.0
-    # The start of training. Until training is reported, the start of the attempt.
+    # The start of training, or the start of the attempt until training is reported.
     begun: float = 0.0
     reported: float | None = None  # the last report of progress, None before the first
     alive: float = 0.0  # the last sign of life
-    # The longest pause between two reports, also in the job's earlier attempts.
+    # The longest pause between two reports, in this attempt or an earlier attempt of the job.
     longest: float = 0.0
 
     def after_progress(self) -> Pulse:
-        """Return the pulse with a report of progress now.
+        """Return the pulse after a report of progress now.
 
-        Before the first report, a fifth of the time counts as a pause. So the learned limit is at
-        least as long as that time, which may have been a whole epoch or only the start.
+        A fifth of the time until the first report counts as a pause. The learned limit is five
+        pauses, so it is at least that long. The trainer may report only once per epoch.
         """
         if self.reported is None:
             pause = (self.now - self.begun) / _LONGEST_PAUSES
@@ -71,7 +71,7 @@ class Pulse:
 
 @dataclass(frozen=True)
 class Standstill:
-    """The time for which an attempt has made no progress, and its limit, in seconds."""
+    """How long an attempt has made no progress, and its limit, in seconds."""
 
     seconds: float
     limit_seconds: float
@@ -84,18 +84,18 @@ class Standstill:
 
     @property
     def what(self) -> str:
-        """The missing signs of life and the time, for a sentence."""
+        """A phrase with the missing signs of life and the time without them."""
         if self.before_progress:
             return f"no progress, output, CPU time or GPU use for {duration(self.seconds)}"
         return f"no progress for {duration(self.seconds)}"
 
 
 def measure_standstill(limit_seconds: float | None, pulse: Pulse) -> Standstill | None:
-    """Return the time for which an attempt has made no progress, or None if it has no limit.
+    """Return how long an attempt has made no progress, or None if it has no limit.
 
     Before the first progress, only time without any sign of life counts, because scripts report no
-    progress and a start may take long. With a learned limit, an attempt that computes or prints has
-    twelve times as long, because an evaluation may be slower than all steps before.
+    progress and starting may take long. A learned limit is twelve times as long for an attempt that
+    computes or prints, because an evaluation may take longer than any step before it.
 
     Args:
         limit_seconds: the user's limit. 0 means no limit, and None a learned limit.
@@ -117,5 +117,5 @@ def measure_standstill(limit_seconds: float | None, pulse: Pulse) -> Standstill 
 
 
 def should_record(longest: float, recorded: float) -> bool:
-    """Return whether the longest pause exceeds the recorded pause by enough to record it."""
+    """Return whether the longest pause exceeds the recorded pause enough to be recorded."""
     return longest > max(1.25 * recorded, SHORTEST_SECONDS / _LONGEST_PAUSES)

@@ -1,6 +1,6 @@
 """The events and the note of an attempt that makes no progress.
 
-`.launcher` sends the events in the launcher's process. The report reads the note, and counts the
+:mod:`.launcher` sends the events in the launcher's process. The report reads the note to count the
 time as lost.
 """
 
@@ -15,7 +15,7 @@ from robust_train.readable import duration
 
 @dataclass(frozen=True)
 class StallWarning(Event):
-    """The attempt has made no progress for ``seconds``, half of ``limit_seconds``."""
+    """The attempt has made no progress for ``seconds``, which is half of ``limit_seconds``."""
 
     name = "no_progress"
     seconds: float
@@ -32,21 +32,21 @@ class StallWarning(Event):
 
 @dataclass(frozen=True)
 class Stalled(Event):
-    """The attempt made no progress for ``seconds``. ``stacks`` has the stacks of its threads."""
+    """The attempt made no progress for ``seconds``, so the launcher ends it. ``stacks`` has the
+    stacks of its threads."""
 
     name = "stalled"
     seconds: float
     stacks: str = ""  # the stacks of its threads
 
     def notice(self, attempt: int | None) -> Notice:
-        """Return the message that the attempt is ended."""
+        """Return the notice that the attempt is ended."""
         return Notice("stalled", f" made no progress in attempt {attempt}: the attempt is ended")
 
 
 @dataclass(frozen=True)
 class StallNote(Note):
-    """The seconds for which an attempt made no progress before it was ended. No file contains the
-    note."""
+    """The seconds without progress after which an attempt was ended. Not written to any file."""
 
     folds = (Stalled,)
 

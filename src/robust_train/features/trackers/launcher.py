@@ -1,4 +1,4 @@
-"""Exports the variables by which trackers continue the job's run, from the launcher."""
+"""In the launcher, sets the variables with which trackers continue the job's run."""
 
 from __future__ import annotations
 
