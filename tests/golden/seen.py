@@ -44,6 +44,8 @@ PLACEHOLDERS = {
     r'(/project/src/robust_train/[^"]*\\", line )\d+': r"\1<line>",
     # torchrun's own messages
     r"(?m)^[EIW]\d{4} .*\n": "",
+    # Torch warns of a rank whose peer has ended, if the rank still waits then.
+    r"(?m)^\[W\d{4} .*TCPStore.*\n(?:(?:Exception raised|frame #|<omitting ).*\n)*\n?": "",
     r"(> )?\d+ % between steps": "<share> between steps",
     # columns are as wide as what they have, and wrap what is left
     r"\n {24,}": " ",
