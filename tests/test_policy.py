@@ -84,7 +84,9 @@ def test_any_series_of_failures_ends(data):
         else:
             assert kind is not FailureKind.BUG or evidence.clue == Clue.CRASHED
         assert kind is not FailureKind.INTERRUPTED or evidence.clue == Clue.KILLED
-        is_ill = kind is FailureKind.DEVICE_FAULT and evidence.clue == Clue.HARDWARE
+        # On the CPU no GPU can be at fault, whatever a message says.
+        is_fault = kind is FailureKind.DEVICE_FAULT and evidence.clue == Clue.HARDWARE
+        is_ill = is_fault and bool(spec.gpus)
         before, spec = spec, decision.spec
         if decision.room is not None and not decision.room.gpu_uuids:
             others = [g for g in (*held, *gpus) if g.uuid not in decision.room.exclude]
