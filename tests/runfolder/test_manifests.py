@@ -231,7 +231,7 @@ def test_a_used_folder_says_a_job_is_new(tmp_path, caplog):
     caplog.set_level("INFO", "robust_train")
     first = begin_job(tmp_path, resume=True).job
     begin_job(tmp_path, resume=True)
-    assert "a new one" not in caplog.text
+    assert "starting a new job" not in caplog.text
     complete_job(tmp_path, first)
     begin_job(tmp_path, resume=True)
     told = f"job {shown_id(first)} of this run folder has completed: starting a new job"

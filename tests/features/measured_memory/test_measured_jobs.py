@@ -64,6 +64,12 @@ class Host:
     def go(self, name="go"):
         (self.tmp_path / name).touch()
 
+    def finish(self, job):
+        """Let a job that has not trained yet train and end."""
+        self.go()
+        self.go("go2")
+        return self.world.end(job, code=0)
+
     def reserved(self):
         done = warm.robust_train("queue", "--json", environ=self.machine.environment())
         (job,) = json.loads(done.stdout)["jobs"]
@@ -101,9 +107,7 @@ def test_reservation_follows_and_next_job_begins_with_it(tmp_path, cuda_machine_
     host.hold(pid, 0)
     job, pid = host.start(AUTO, "seed=7", "job_name=second")
     assert host.reserved()[0] == 6600
-    host.go()
-    host.go("go2")
-    second = host.world.end(job, code=0)
+    second = host.finish(job)
     assert "6600 MiB, because earlier runs of this job held 6000 MiB" in second.output
 
 
@@ -124,9 +128,7 @@ def test_a_job_that_fills_its_gpu_starts_again(tmp_path, cuda_machine_with):
     host.hold(pid, 0)
     job, pid = host.start(AUTO, "seed=7", "job_name=second")
     assert host.reserved()[0] == 38912
-    host.go()
-    host.go("go2")
-    host.world.end(job, code=0)
+    host.finish(job)
 
 
 @pytest.mark.slow
@@ -145,9 +147,7 @@ def test_a_crash_keeps_what_was_measured(tmp_path, cuda_machine_with):
     pid = int(wait_for_text(ready, "it trains again"))
     host.hold(pid, 500)
     wait_until(lambda: host.reserved() == (6600, 500), "the new attempt is seen")
-    host.go()
-    host.go("go2")
-    host.world.end(job, code=0)
+    host.finish(job)
 
 
 @pytest.mark.slow
@@ -169,9 +169,7 @@ def test_a_declared_figure_changes_nothing(tmp_path, cuda_machine_with):
     host = Host(tmp_path, cuda_machine_with(Gpu(uuid=A)))
     job, pid = host.start()
     host.hold(pid, 8000)
-    host.go()
-    host.go("go2")
-    ended = host.world.end(job, code=0)
+    ended = host.finish(job)
     assert "gpu_peak" not in ended.attempts[0]["memory"]
     assert not host.needs_file.exists()
 
@@ -218,7 +216,7 @@ def test_an_ending_process_is_not_a_silent_driver(tmp_path, cuda_machine_with):
     )
     host.go("go2")
     ended = host.world.end(job, code=0)
-    assert "NVML does not say" not in ended.output
+    assert "NVML does not show" not in ended.output
     assert ended.attempts[0]["memory"]["gpu_peak"] == 1000 * MIB
 
 
@@ -229,9 +227,7 @@ def test_others_beside_a_silent_driver_stop_measuring(tmp_path, cuda_machine_wit
     job, pid = host.start(AUTO)
     host.machine.update(0, compute=[(pid, None), (1, None)], free_mib=20000)
     wait_until(lambda: host.has_logged("stays as it is"), "it is said")
-    host.go()
-    host.go("go2")
-    ended = host.world.end(job, code=0)
+    ended = host.finish(job)
     assert ended.output.count("the reservation stays as it is") == 1
     assert "gpu_peak" not in ended.attempts[0]["memory"]
 
@@ -375,6 +371,4 @@ def test_a_smaller_gpu_by_name_is_not_refused(tmp_path, cuda_machine_with):
     host.hold(pid, 0)
     job, pid = host.start(AUTO, "device=cuda:1", "job_name=second")
     assert host.reserved()[0] == 19000
-    host.go()
-    host.go("go2")
-    host.world.end(job, code=0)
+    host.finish(job)
