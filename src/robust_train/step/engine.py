@@ -20,7 +20,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from robust_train.memory.clearing import return_memory
-from robust_train.step.loss_passes import LossOf
+from robust_train.step.loss_passes import LossOf, LossPasses
 from robust_train.step.part_runner import Batch, PartRunner, Results
 from robust_train.step.split_check import Kept, SplitCheck
 from robust_train.step.split_checker import SplitChecker
@@ -181,10 +181,8 @@ class Step(PartRunner[T]):
         assert self.start is not None
         # Otherwise FSDP's gathered weights would be mistaken for weights of the model.
         self._shared.reset()
-        checker = SplitChecker(
+        passes = LossPasses(
             loss_of,
-            batch.parts,
-            used,
             self.start.models,
             batch.function,
             around=self._extra_pass,
@@ -192,7 +190,7 @@ class Step(PartRunner[T]):
             reported=self.start.reported,
             host_memory_ran_out=self._host_ran_out,
         )
-        check = checker.check()
+        check = SplitChecker(passes, batch.parts, used).check()
         if self.repeats:  # memory is short
             return_memory(workspaces=True)
         return check

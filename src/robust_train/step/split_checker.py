@@ -14,25 +14,16 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from robust_train.compat import runs_eagerly
 from robust_train.memory.clearing import return_memory
-from robust_train.step.loss_passes import (
-    ExchangeFigures,
-    LossOf,
-    LossPasses,
-    Mode,
-    PassFailedError,
-    PassRanOutError,
-    keep_figures,
-)
+from robust_train.step.loss_passes import LossPasses, Mode, PassFailedError, PassRanOutError
 from robust_train.step.reachable import Models, models_of
 from robust_train.step.split_check import NOTHING_TO_COMPARE, Kept, SplitCheck
 from robust_train.step.split_losses import Losses, describe_losses, differ_beyond_noise, mean_of
@@ -98,8 +89,8 @@ def check_split(
 
     if size is None:
         size = parts.samples // 2
-    checker = SplitChecker(loss_of, parts, size, models_of(model, function), function)
-    return checker.check()
+    passes = LossPasses(loss_of, models_of(model, function), function)
+    return SplitChecker(passes, parts, size).check()
 
 
 class _Outcome(Enum):
@@ -119,37 +110,15 @@ class SplitChecker:
     and decisions depend only on exchanged figures, so that every rank decides the same.
 
     Args:
-        loss_of: returns the loss of some data, a tensor with one element, without a backward pass.
+        passes: runs the passes, and restores the state after them.
         parts: the batch.
         size: the number of samples in a part that fits into memory.
-        models: the modules that learn.
-        function, around, exchange, reported, host_memory_ran_out: as for :class:`.LossPasses`.
     """
 
-    def __init__(
-        self,
-        loss_of: LossOf,
-        parts: Parts,
-        size: int,
-        models: Iterable[nn.Module],
-        function: Any = None,
-        *,
-        around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
-        exchange: ExchangeFigures = keep_figures,
-        reported: set[str] | None = None,
-        host_memory_ran_out: bool = False,
-    ) -> None:
+    def __init__(self, passes: LossPasses, parts: Parts, size: int) -> None:
+        self._passes = passes
         self._parts = parts
         self._size = min(max(size, _LEAST_SAMPLES), parts.samples)
-        self._passes = LossPasses(
-            loss_of,
-            models,
-            function,
-            around=around,
-            exchange=exchange,
-            reported=reported,
-            host_memory_ran_out=host_memory_ran_out,
-        )
         # The losses of the latest comparison, for each draw of random numbers.
         self._draws: list[Losses] = []
         self._mode = Mode.STEADY_TRAINING  # of the latest comparison

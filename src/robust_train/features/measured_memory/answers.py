@@ -59,24 +59,26 @@ def need(arguments: Namespace) -> Said:
 
 def _need_of_program(argv: Sequence[str], arguments: Namespace) -> Said:
     """Return the peaks of earlier runs of a program, or of a probe run now."""
+    needs = read_needs()
     count = 1
-    need = _known_need(argv, count)
+    digest = _fingerprint(argv, count)
+    need = needs.get(digest, Need())
     code: int | None = None
     if arguments.probe:
         before = need
         code = run_probe(argv, arguments.batch_size)
-        need = _known_need(argv, count)
+        need = read_needs().get(digest, Need())
         # A figure from an earlier run is not an answer, because the program may have changed.
         if need == before:
             need = Need()
-    elif not need.peaks:
-        for count in range(2, len(read_inventory(processes=False).gpus) + 1):
-            need = _known_need(argv, count)
+    gpus = read_inventory(processes=False).gpus
+    if not need.peaks and not arguments.probe:
+        for count in range(2, len(gpus) + 1):
+            need = needs.get(_fingerprint(argv, count), Need())
             if need.peaks:
                 break
     if not need.peaks:
         raise NotDoneError(_why_unknown(argv, code))
-    gpus = read_inventory(processes=False).gpus
     peaks = need.on({gpu.name for gpu in gpus})
     peak = max(peaks.values())
     data: dict[str, Json] = {
@@ -95,13 +97,13 @@ def _need_of_program(argv: Sequence[str], arguments: Namespace) -> Said:
     return data, lines
 
 
-def _known_need(argv: Sequence[str], num_gpus: int) -> Need:
-    """Return the need of a program on this many GPUs, as ``robust-train run`` has measured it."""
+def _fingerprint(argv: Sequence[str], num_gpus: int) -> str:
+    """Return the fingerprint of a program that ``robust-train run`` runs on this many GPUs."""
     # These are the defaults of `robust-train run`, which differ from those of a function.
     keys = ["trainer=command", "training.batch_size=1", "min_batch_size=1"]
     cfg = composed([*keys, f"num_gpus={num_gpus}"])
     OmegaConf.update(cfg, "trainer.argv", [literal(word) for word in argv])
-    return read_needs().get(fingerprint_program(checked(cfg)), Need())
+    return fingerprint_program(checked(cfg))
 
 
 def _why_unknown(argv: Sequence[str], code: int | None) -> str:
